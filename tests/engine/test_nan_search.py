@@ -104,7 +104,7 @@ def locate_in_first_micro_batch(task: str, folder: Path, *args: str) -> NumericE
     return located
 
 
-def test_a_module_whose_backward_pass_is_not_finite_is_found(tmp_path: Path) -> None:
+def test_a_module_with_a_nonfinite_backward_pass_is_found(tmp_path: Path) -> None:
     located = locate_in_first_micro_batch(ROOT, tmp_path, "global_batch_size=8", "micro_batch_size=2")
     assert located.place["update"] == 1
     assert "Root" in located.problems[0].what
@@ -328,7 +328,7 @@ def search(tmp_path: Path) -> Iterator[Search]:
 @pytest.mark.parametrize(
     ("at", "splits_batch", "is_lockstep"), [(5, True, False), (13, True, True), (13, False, False), (5, False, True)]
 )
-def test_a_sample_that_is_not_finite_is_found_with_every_strategy(
+def test_a_nonfinite_sample_is_found_with_every_strategy(
     at: int, splits_batch: bool, is_lockstep: bool, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search.task.fault = "sample"
@@ -361,7 +361,7 @@ def test_a_batch_is_named_if_its_samples_cannot_be_collated_individually(search:
         ("gradient", True, None),
     ],
 )
-def test_the_micro_batch_of_a_non_finite_loss_or_gradient_is_named(
+def test_the_micro_batch_with_a_nonfinite_loss_or_gradient_is_named(
     fault: str, is_lockstep: bool, samples: list[int] | None, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With collectives in the model, no backward pass is repeated, but the weights are gathered."""
@@ -392,7 +392,7 @@ def test_an_update_without_items_is_a_fault_of_the_task(search: Search) -> None:
 
 @pytest.mark.parametrize("is_lockstep", [True, False])
 @pytest.mark.parametrize("has_bad_sample", [True, False])
-def test_weights_that_are_not_finite_before_the_update_are_named(
+def test_nonfinite_weights_before_the_update_are_named(
     has_bad_sample: bool, is_lockstep: bool, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search.phase.parts.parallel, "is_lockstep", is_lockstep)

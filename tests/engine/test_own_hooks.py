@@ -182,7 +182,7 @@ def test_a_changed_hook_setting_must_be_allowed_on_resume(write: Callable[[str],
         ("def state_dict", "def readings(self):\n        return {'phase': 1.0}\n    def state_dict"),
     ],
 )
-def test_an_error_in_a_hook_is_reported_as_an_error_of_the_task(
+def test_errors_in_hooks_are_reported_as_task_errors(
     before: str, after: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert before in TASK

@@ -307,7 +307,7 @@ def test_changes_are_recorded_while_the_run_trains(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_stacks_of_a_hang_are_written_to_a_file_of_the_rank(
+def test_stacks_of_a_hang_are_written_to_a_file_per_rank(
     rank: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_job(calls.job)

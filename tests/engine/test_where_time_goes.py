@@ -152,7 +152,7 @@ def test_each_part_is_charged_the_time_spent_in_it(server: ForkServer, folder: P
         assert row["perf/forward_ms"] == pytest.approx(9, abs=0.1)
 
 
-def test_checks_after_the_first_update_of_a_phase_count_as_start_up(server: ForkServer, folder: Path) -> None:
+def test_checks_after_the_first_phase_update_count_as_start_up(server: ForkServer, folder: Path) -> None:
     """`loss` changes an attribute, so extra forward passes check it after the first update, and only then."""
     (folder / "task.py").write_text(TASK + 'PHASES = {"one": {}, "two": {}}\n')
     result = evidence_of(server, folder, "task.forward=50 task.counts=true checkpoint=off log_every=1")
@@ -242,7 +242,7 @@ def test_the_waiting_time_of_a_rank_is_reported(server: ForkServer, folder: Path
 
 
 @pytest.mark.slow
-def test_the_first_update_is_excluded_from_the_times_of_a_rank(server: ForkServer, folder: Path) -> None:
+def test_rank_times_exclude_the_first_update(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     result = evidence_of(server, folder, f"{ranks} task.first=2000")
     assert len(result.ranks_s) == 2

@@ -205,7 +205,7 @@ def test_a_full_disk_loses_no_saved_update(
 
 @pytest.mark.slow
 @needs_root
-def test_a_full_disk_that_is_freed_in_time_loses_nothing(
+def test_a_full_disk_freed_in_time_loses_nothing(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     with disk(tmp_path) as place:
@@ -521,7 +521,7 @@ def test_data_workers_support_a_long_temporary_path(
     tally.tried += 1
 
 
-def test_files_of_a_run_are_private_with_any_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_run_files_are_private_with_umask_0(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     result = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
     assert_error(result, 0)
     run = tmp_path / "outputs" / "mine"

@@ -165,7 +165,7 @@ def test_promises_hold_if_any_two_operations_fail(
             tally.skip("ended at the first failure")
 
 
-def test_a_torn_row_that_cannot_be_truncated_immediately_is_truncated_later(memory: Path) -> None:
+def test_a_torn_row_is_truncated_later_if_truncation_fails(memory: Path) -> None:
     history = replace(BY_NAME["a log"], act=lambda *_: None)
     failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after opening the file and syncing its folder
     (memory / "run").mkdir()
@@ -300,7 +300,7 @@ def _sync_again(root: Path, promise: Callable[[str, Any], None]) -> None:
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_no_row_is_promised_after_a_failed_sync_of_a_log(
+def test_no_row_is_promised_after_a_failed_log_sync(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
 ) -> None:
     history = replace(BY_NAME["a log"], act=_sync_again)

@@ -227,7 +227,7 @@ def test_the_test_detects_a_program_that_follows_links(prepared: Prepared, seed:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "predictions", "plots", "export", "profile"])
-def test_a_folder_of_the_run_that_is_a_link_is_rejected(tmp_path: Path, name: str) -> None:
+def test_links_in_place_of_run_folders_are_rejected(tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "outputs" / "run").mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_the_output_root_can_be_a_link_but_a_run_cannot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
-def test_a_lock_that_is_not_a_regular_file_is_rejected(tmp_path: Path, kind: str) -> None:
+def test_locks_other_than_regular_files_are_rejected(tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "canary"
     outside.write_text("untouched")
     lock = tmp_path / "outputs" / "run" / ".lock"

@@ -44,7 +44,7 @@ def test_a_run_continues_in_its_moved_folder(server: ForkServer, tmp_path: Path,
     assert saved_updates(moved)[-1] == 70
 
 
-def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_ends_at_the_next_save_after_its_folder_is_deleted(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path, "delete", "updates=1000000")
     assert result.code == 74, result.err
     assert "deleted" in result.err

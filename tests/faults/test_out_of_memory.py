@@ -200,7 +200,7 @@ def choose_cells() -> list[Cell]:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", choose_cells(), ids=str)
-def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
+def test_the_repeated_update_equals_one_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
     shortage = replace(cell.shortage, struck=[])
     result = run_course(cell.course, shortage)
@@ -366,7 +366,7 @@ def test_a_single_sample_that_does_not_fit_ends_all_ranks(ranks: int) -> None:
         assert "rank 1" in result[0]["error"][2]
 
 
-def test_the_time_of_a_retry_does_not_count_as_waiting_for_data() -> None:
+def test_retries_do_not_count_as_waiting_for_data() -> None:
     laps = run_course(Course(), Shortage("forward", 4, at=1))[0]["laps"]
     assert "data data" not in " ".join(laps)
     assert " ".join(laps).count("data hooks data") == 1
@@ -400,7 +400,7 @@ def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(wh
     assert result["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
-def test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task() -> None:
+def test_unrecoverable_out_of_memory_errors_name_the_task_line() -> None:
     result = run_course(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
     assert result["error"][:2] == ["DeviceMemoryError", 80]
     assert "raise torch.OutOfMemoryError" in result["problem"]["fix"].splitlines()[-1]

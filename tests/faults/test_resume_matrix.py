@@ -495,7 +495,7 @@ def test_a_run_stopped_in_its_last_evaluation_resumes_and_finishes(
     tally.tried += 1
 
 
-def test_an_evaluation_that_is_stopped_twice_runs_before_the_next_update(
+def test_an_evaluation_stopped_twice_runs_before_the_next_update(
     server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     """The second process is stopped while it repeats the evaluation of the first, before its first update."""

@@ -189,7 +189,7 @@ def outputs_and_processes(
 
 
 @pytest.mark.slow
-def test_no_secret_is_in_files_and_output_of_a_run(
+def test_run_files_and_output_contain_no_secrets(
     outputs_and_processes: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
     folder: Path,
     home: Path,
@@ -232,7 +232,7 @@ def test_subprocesses_get_only_needed_secrets(
 
 
 @pytest.mark.slow
-def test_other_users_cannot_read_files_of_a_run_with_any_umask(
+def test_run_files_are_private_with_any_umask(
     outputs_and_processes: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
     folder: Path,
     tally: Tally,
@@ -320,7 +320,7 @@ def test_the_error_for_a_rejected_secret_has_a_fix(
     screen(result.err)
 
 
-def test_a_secret_in_the_settings_of_a_task_is_rejected(server: ForkServer, tmp_path: Path) -> None:
+def test_secrets_in_task_settings_are_rejected(server: ForkServer, tmp_path: Path) -> None:
     source = (
         TASK.read_text()
         .replace('"optimizer.lr": 0.01', f'"task.api_key": "{SECRET}"')
@@ -503,7 +503,7 @@ def test_values_of_service_variables_are_redacted(name: str, monkeypatch: pytest
     "text",
     [f"postgres://me:{SECRET}@host/x", f"hf_{SECRET}{SECRET}", f"sk-ant-api03-{SECRET}-x", f"sk-proj-{SECRET}", f"sk-{SECRET}"],
 )  # fmt: skip
-def test_values_with_the_shape_of_a_secret_are_redacted(text: str) -> None:
+def test_values_shaped_like_secrets_are_redacted(text: str) -> None:
     assert has_secret_shape(text)
     shown = sanitize(f"cannot read {text}, sorry")
     assert SECRET not in shown
@@ -514,7 +514,7 @@ def test_values_with_the_shape_of_a_secret_are_redacted(text: str) -> None:
 @pytest.mark.parametrize(
     "where", ["def build(*, api_key: str = SECRET, ", "def predict(self, model, generator, *, hf_token: str = SECRET, "]
 )
-def test_a_secret_as_a_default_value_of_a_task_is_rejected(server: ForkServer, tmp_path: Path, where: str) -> None:
+def test_secrets_in_task_defaults_are_rejected(server: ForkServer, tmp_path: Path, where: str) -> None:
     lead = where.partition("*,")[0] + "*, "
     assert lead in TASK.read_text()
     (tmp_path / "mine.py").write_text(TASK.read_text().replace(lead, where.replace("SECRET", repr(SECRET))))
@@ -799,7 +799,7 @@ def test_secrets_are_redacted_in_text_files_of_a_run(
         assert json.loads(kept)["update"] == 1
 
 
-def test_compiled_code_is_stored_in_the_cache_folder_of_the_user(server: ForkServer, tmp_path: Path) -> None:
+def test_compiled_code_is_stored_in_the_user_cache(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def build(", "import os\n\n\ndef build(", 1)
     shown = 'print("kept in", os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])'
     (tmp_path / "mine.py").write_text(

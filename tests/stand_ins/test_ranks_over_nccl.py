@@ -221,10 +221,10 @@ GLOO_ONLY = {
 # Tests that `find_failing` finds, although no rank fails.
 NO_FAILURE = {
     "faults/test_errors.py::test_every_exit_code_is_covered_by_a_test",
-    "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
+    "faults/test_out_of_memory.py::test_unrecoverable_out_of_memory_errors_name_the_task_line",
     "faults/test_out_of_memory.py::test_the_setting_on_oom_stop_ends_the_run",
-    "faults/test_secrets.py::test_other_users_cannot_read_files_of_a_run_with_any_umask",
-    "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
+    "faults/test_secrets.py::test_run_files_are_private_with_any_umask",
+    "faults/test_secrets.py::test_run_files_and_output_contain_no_secrets",
     "faults/test_secrets.py::test_subprocesses_get_only_needed_secrets",
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
     "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_that_update",

@@ -107,7 +107,7 @@ def test_buffers_are_restored_after_an_error() -> None:
     assert holder.saved.tolist() == [0, 1, 2, 3]
 
 
-def test_a_buffer_that_did_not_change_is_not_written_to() -> None:
+def test_unchanged_buffers_are_not_written_to() -> None:
     """A write would increase the version counter, and autograd would refuse a later backward pass."""
     holder, weight = Holder(), torch.ones(4, requires_grad=True)
     assert holder.saved is not None
@@ -124,7 +124,7 @@ def make_expanded() -> tuple[Tensor, Tensor]:
     return base, base.expand(4, 3)
 
 
-def test_a_buffer_whose_elements_share_memory_is_skipped_without_an_error() -> None:
+def test_buffers_with_shared_elements_are_skipped_without_an_error() -> None:
     holder, (base, shared) = Holder(), make_expanded()
     holder.saved = shared
     with restore_buffers([holder]):
@@ -205,7 +205,7 @@ def test_the_version_of_a_frozen_parameter_reflects_changes() -> None:
     assert not constant.is_changed(model.constant)
 
 
-def test_frozen_parameters_that_are_too_large_to_copy_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_parameters_too_large_to_copy_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Teacher()
     monkeypatch.setattr(module_buffers, "MAX_FROZEN_BYTES", model.slow.nbytes - 1)
     with restore_forward_state([model]):

@@ -147,7 +147,7 @@ class Counting(Optimizer):
                 state["mean"] = weight.detach().half()
 
 
-def test_the_expected_state_of_an_unknown_optimizer_is_two_tensors_per_parameter() -> None:
+def test_unknown_optimizers_are_expected_to_have_two_tensors_per_parameter() -> None:
     weights = make_weights()
     optimizer = Counting(make_groups(weights))
     assert expected_state_bytes(optimizer) == 2 * 2 * 6 * 4
@@ -174,7 +174,7 @@ class InTwoParts(Tensor):
 @pytest.mark.parametrize(
     ("make", "num_tensors"), [(lambda weights: Counting(make_groups(weights)), 2), (MAKERS["sgd with momentum"], 1)]
 )
-def test_every_part_of_a_tensor_subclass_counts_in_the_expected_size(
+def test_all_parts_of_tensor_subclasses_count_in_the_expected_size(
     make: Callable[[Any], Optimizer], num_tensors: int
 ) -> None:
     weight = nn.Parameter(torch.ones(3, 2).as_subclass(InTwoParts))
@@ -237,7 +237,7 @@ class Factors(Optimizer):
                 weight.sub_(state["roots"]["left"][1][:, None] * weight.grad, alpha=0.01)
 
 
-def test_tensors_in_containers_of_the_state_are_restored_bit_for_bit() -> None:
+def test_tensors_in_state_containers_are_restored_bit_for_bit() -> None:
     weights, others = make_weights(), make_weights()
     optimizer, resumed = Factors(make_groups(weights)), Factors(make_groups(others))
     give_gradients(weights)
@@ -258,7 +258,7 @@ def test_tensors_in_containers_of_the_state_are_restored_bit_for_bit() -> None:
         assert torch.equal(resumed.state[other]["factors"][1], optimizer.state[weight]["factors"][1])
 
 
-def test_tensors_in_containers_of_the_state_count_in_its_size() -> None:
+def test_tensors_in_state_containers_count_in_the_state_size() -> None:
     optimizer = Factors(make_groups(weights := make_weights()))
     give_gradients(weights)
     optimizer.step()

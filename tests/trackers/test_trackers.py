@@ -452,7 +452,7 @@ def test_finish_returns_in_time_if_wandb_hangs(tmp_path: Path, fake: Any, does: 
 
 
 @pytest.mark.usefixtures("endless")
-def test_an_upload_that_does_not_end_is_stopped_and_reported(tmp_path: Path, fake: Any) -> None:
+def test_an_endless_upload_is_stopped_and_reported(tmp_path: Path, fake: Any) -> None:
     fake(online="never ends")
     tracker = make(tmp_path)
     tracker.start()

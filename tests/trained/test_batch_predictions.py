@@ -61,7 +61,7 @@ def test_the_table_contains_the_predictions_of_a_plain_loop(trained: Path) -> No
     assert torch.equal(halves, halves.bfloat16().float())
 
 
-def test_loaders_and_ranks_do_not_change_the_bytes_of_the_table(trained: Path) -> None:
+def test_loaders_and_ranks_do_not_change_the_table(trained: Path) -> None:
     predict(trained, "dataloader.num_workers=0")
     alone = text_of(trained)
     for args in (
@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_read_have_no_row(trained: Path) -> None:
      "nested", "sparse", "float8"],
 )  # fmt: skip
 @pytest.mark.slow_beyond(3)
-def test_an_invalid_result_of_predict_batch_is_an_error_of_the_task(returned: str, trained: Path) -> None:
+def test_invalid_results_of_predict_batch_are_task_errors(returned: str, trained: Path) -> None:
     (trained / RUN / "predictions" / "val.csv").unlink(missing_ok=True)
     result = run_here(f"inference one task.returned={returned}", trained)
     assert result.code == Exit.SOFTWARE
@@ -210,7 +210,7 @@ def test_a_shard_that_does_not_exist_is_refused(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(trained: Path) -> None:
+def test_a_checkpoint_of_an_unknown_phase_is_refused(trained: Path) -> None:
     text = TASK.read_text(encoding="utf-8") + '\n\nPHASES = {"other": {"kind": "train"}}\n'
     (trained / "phase_task.py").write_text(text, encoding="utf-8")
     result = run_here("inference --task phase_task.py run=one", trained)

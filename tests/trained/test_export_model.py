@@ -154,9 +154,7 @@ def test_an_exported_model_is_compared_in_every_output(
     assert difference > 1 if math.isnan(expected) else difference == pytest.approx(expected, rel=0.02)
 
 
-def test_a_different_number_of_outputs_fails_the_export_of_the_format(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_different_number_of_outputs_fails_the_export(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(lambda outputs: outputs[:-1])})
     with pytest.raises(ConfigError) as caught:
         run_export("own")

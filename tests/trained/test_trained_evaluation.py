@@ -99,7 +99,7 @@ def build(context):
     assert evaluate(there, *arguments)["metrics"] == evaluate(here, *arguments)["metrics"]
 
 
-def test_evaluating_a_resumed_run_gives_the_metrics_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_evaluating_a_resumed_run_gives_uninterrupted_metrics(tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
     uninterrupted = train(tmp_path, "scheduler=constant")
     train(tmp_path / "resumed", "scheduler=constant", "updates=3")
@@ -217,7 +217,7 @@ def test_an_error_in_the_task_is_reported_with_its_line(method: str, tmp_path: P
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
-def test_printed_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_task_output_is_not_in_the_json(args: tuple[str, ...], tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
     (tmp_path / TASK.name).write_text(text)
     train(tmp_path, "--task", TASK.name, *args)
@@ -308,7 +308,7 @@ def test_invalid_splits_and_checkpoints_are_rejected(tmp_path: Path) -> None:
     assert "damaged: 4" in damaged.err
 
 
-def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(tmp_path: Path) -> None:
+def test_evaluate_continues_with_smaller_batches_when_out_of_memory(tmp_path: Path) -> None:
     raises = "        if self.split == 'test' and len(batch[0]) > 2:\n            raise ERROR\n"
     text = TASK.read_text().replace('        return {"loss"', f'{raises}        return {{"loss"')
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise torch.OutOfMemoryError("CUDA out of memory")'))

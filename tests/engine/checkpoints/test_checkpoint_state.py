@@ -47,7 +47,7 @@ def test_missing_fields_and_wrong_types_are_rejected(start: LoadedCheckpoint) ->
 
 
 @pytest.mark.parametrize("name", ["level", "metric"])
-def test_only_the_metric_of_a_schedule_can_be_a_string(name: str, start: LoadedCheckpoint) -> None:
+def test_in_schedule_state_only_the_metric_can_be_a_string(name: str, start: LoadedCheckpoint) -> None:
     valid = {"level": 0.5, "best": None, "metric": "val/loss", "mode": "min"}
     check_state(apply_change(start, lambda state, _: state.update(schedule=valid)))
     other = {**valid, name: 1.0 if name == "metric" else "val/loss"}

@@ -206,7 +206,7 @@ def test_save_costs_are_restored_on_resume() -> None:
         (1.0, 700.0, 10.0, 60.0, "writing a checkpoint to disk takes 700 s, so more than 10 min of work are at risk"),
     ],
 )
-def test_the_automatic_interval_follows_from_the_cost_of_a_save(
+def test_the_automatic_interval_depends_on_the_save_cost(
     cost_s: float, write_s: float, update_s: float, seconds: float, message: str
 ) -> None:
     policy = default()

@@ -400,7 +400,7 @@ def test_attributes_are_compared_in_the_first_update_and_parameters_in_the_first
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])
-def test_a_gradient_of_a_parameter_outside_the_model_is_reported_once(
+def test_gradients_of_parameters_outside_the_model_are_reported_once(
     has_gradient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as phase:

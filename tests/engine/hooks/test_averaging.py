@@ -80,7 +80,7 @@ def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, .
     assert_close(load_saved(tmp_path, "model"), seen[-1], 0.0)
 
 
-def test_an_average_that_starts_later_covers_only_the_last_updates(tmp_path: Path) -> None:
+def test_an_average_with_a_late_start_covers_only_the_last_updates(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "averaging=swa", "averaging.start=0.5")) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()

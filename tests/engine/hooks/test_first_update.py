@@ -82,7 +82,7 @@ def test_parameters_without_gradient_on_any_rank_are_reported(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_missing_gradients_are_reported_only_after_the_first_update_of_the_phase(number: int, first: First) -> None:
+def test_missing_gradients_are_reported_only_after_the_first_phase_update(number: int, first: First) -> None:
     """After a resume, the first update has other samples, which may reach other parameters."""
     first.gradients = {"0.bias": False}
     first.update(number)
@@ -202,7 +202,7 @@ def test_the_start_of_a_process_is_reported_once(
 
 @pytest.mark.parametrize("is_off", [True, False])
 @pytest.mark.parametrize("was_compiled", [True, False])
-def test_a_model_that_is_not_compiled_as_requested_is_reported(
+def test_a_model_left_uncompiled_despite_the_setting_is_reported(
     was_compiled: bool, is_off: bool, first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = first.phase.run.plan.choices["compile"]

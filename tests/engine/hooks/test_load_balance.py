@@ -97,7 +97,7 @@ def test_times_after_the_last_row_are_counted_at_the_phase_end(seen: Observed) -
     assert [times["forward"] for times in seen.tally] == [1.0, 2.0]
 
 
-def test_the_size_of_a_row_is_bounded_for_any_number_of_ranks(seen: Observed) -> None:
+def test_rows_have_a_bounded_size_for_any_number_of_ranks(seen: Observed) -> None:
     seen.phase.hook(Timekeeping).until_first_update = None
     num_ranks = 256
     for update in (1, 2):

@@ -156,7 +156,7 @@ def test_the_share_of_trained_parameters_is_printed(trains: list[str] | None, li
 
 
 @pytest.mark.parametrize("trains", [["hed"], ["head", "body.w"], []])
-def test_parameters_that_do_not_exist_are_rejected_before_any_phase(trains: list[str]) -> None:
+def test_unknown_parameters_are_rejected_before_any_phase(trains: list[str]) -> None:
     task, phase = Points(), replace(plan_of().phases[0], trains=trains)
     with pytest.raises(ConfigError) as caught:
         check_parameters([phase], task.model)
@@ -531,7 +531,7 @@ def test_a_fit_resumed_on_equally_many_ranks_restores_each_rank(update: int, exp
 
 
 @pytest.mark.parametrize("others_count", [True, False])
-def test_the_items_of_a_fit_are_summed_over_ranks_that_count_samples(others_count: bool) -> None:
+def test_fit_items_are_summed_over_ranks_that_count_samples(others_count: bool) -> None:
     def run_fit(world: World) -> list[Any]:
         parallel = Parallel(world)
         parallel.counts_samples = others_count or world.is_first
@@ -544,7 +544,7 @@ def test_the_items_of_a_fit_are_summed_over_ranks_that_count_samples(others_coun
     assert (first[1], second[1]) == ([2, 0], [2, 0] if others_count else [0, 0])
 
 
-def test_a_fit_that_the_task_does_not_define_is_rejected() -> None:
+def test_a_fit_missing_from_the_task_is_rejected() -> None:
     with pytest.raises(TaskFault) as caught:
         fit_phase(None)
     assert "statistics" in caught.value.problems[0].fix
@@ -635,7 +635,7 @@ def test_epochs_are_converted_to_updates_in_decimal_and_rounded_up(
 
 
 @pytest.mark.parametrize(("settings", "total"), [((), 4), (("updates=null", "epochs=2.5"), 8)])
-def test_the_length_of_a_phase_is_set_in_updates_or_epochs(settings: tuple[str, ...], total: int) -> None:
+def test_phase_length_is_set_in_updates_or_epochs(settings: tuple[str, ...], total: int) -> None:
     assert training(None, *settings)[0].total == total
 
 

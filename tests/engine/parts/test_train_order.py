@@ -68,7 +68,7 @@ def opened(folder: Path, *args: str, task: Path = STREAMS) -> Iterator[Any]:
         (("dataloader=own", "dataloader.bad_samples=stop"), ["dataloader=own"]),
     ],
 )
-def test_settings_that_a_stream_does_not_support_are_reported_together(
+def test_settings_unsupported_by_a_stream_are_reported_together(
     args: tuple[str, ...], places: list[str], tmp_path: Path
 ) -> None:
     task_file = tmp_path / "streaming.py"

@@ -228,7 +228,7 @@ def test_a_suggested_rename_keeps_matches_and_loads_most_missing_tensors(tmp_pat
     assert "new.own" not in problem.fix, "own.c.weight would no longer match"
 
 
-def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) -> None:
+def test_unselected_tensors_are_not_listed_as_unused(tmp_path: Path) -> None:
     save_file(source() | {"extra": torch.zeros(1)}, tmp_path / "w.safetensors")
     rows = load_weights(Net(), tmp_path / "w.safetensors", only=["backbone"]).splitlines()
     (unused,) = (row for row in rows if "extra" in row)

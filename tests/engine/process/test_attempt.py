@@ -181,7 +181,7 @@ def test_a_failure_after_updates_without_a_checkpoint_has_a_note(run: RunDirecto
     assert (error_of(run).last_checkpoint, error_of(run).updates_repeated, len(notes(error))) == (None, 4, 1)
 
 
-def test_an_error_that_has_a_note_gets_no_second_note(run: RunDirectory) -> None:
+def test_an_error_with_a_note_gets_no_second_note(run: RunDirectory) -> None:
     attempt, error = start_attempt(run), Hang("hangs")
     attempt.reached = 4
     error.add_note("from the watchdog")
@@ -412,7 +412,7 @@ def test_an_unrecorded_attempt_writes_nothing_at_its_start(run: RunDirectory) ->
 
 
 @pytest.mark.parametrize("case", ["writes", "has its lock file", "own process", "other host", "ended", "gone"])
-def test_a_run_whose_lock_file_was_removed_has_one_writer(run: RunDirectory, case: str) -> None:
+def test_a_run_without_its_lock_file_has_one_writer(run: RunDirectory, case: str) -> None:
     other = os.getppid()
     process = ProcessRecord(state="running", pid=other, birth=process_identity(other), host=socket.gethostname())
     if case == "own process":

@@ -282,7 +282,7 @@ SOON_OVER = "import runner.engine.process.watchdog as watchdog; watchdog.MIN_TIM
 
 
 @pytest.mark.slow
-def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
+def test_updates_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
     args = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace("updates=12", "updates=3")
     for fault in ("slow", "summary"):
         line = f"{args.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"

@@ -229,7 +229,7 @@ class Hanging(Numbers):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_still_reading_is_killed_at_the_end() -> None:
+def test_workers_still_reading_at_the_end_are_killed() -> None:
     batches = load_batches(load_in_workers, Hanging())
     assert next(batches) == KEYS[0].indices
     workers = active_children()

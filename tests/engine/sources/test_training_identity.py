@@ -138,7 +138,7 @@ def test_unreadable_samples_have_no_hash(has_workers: bool) -> None:
     assert sorted(fingerprint_data({"train": fetcher}, loader)[0]["train"]["hashes"]) == ["0", "4"]
 
 
-def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
+def test_a_worker_death_during_hashing_does_not_end_the_run() -> None:
     fetcher = fetcher_of(Failing(lambda index: os._exit(3)))
     data, varying = fingerprint_data({"train": fetcher}, workers(fetcher, "fork"))
     assert (data, varying) == ({"train": {"samples": 5, "hashes": {}}}, [])

@@ -43,7 +43,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 8])
-def test_shares_follow_the_speed_of_the_ranks_with_any_prefetch(ahead: int) -> None:
+def test_shares_follow_rank_speeds_with_any_prefetch(ahead: int) -> None:
     dealt = run(make_shares("speed", ORDER), 0, 120, ahead)
     assert {sum(each) for each in dealt} == {TOTAL}
     assert dealt[0] == (16, 16)
