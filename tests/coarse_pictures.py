@@ -25,7 +25,7 @@ def draw_coarsely() -> None:
 
 @contextmanager
 def at_full_resolution() -> Iterator[None]:
-    """Draw as the product does inside the context."""
+    """Draw at full resolution inside the context."""
     from matplotlib.figure import Figure
 
     with pytest.MonkeyPatch.context() as patch:

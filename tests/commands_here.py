@@ -21,10 +21,10 @@ TESTS = f"{Path(__file__).parent}{os.sep}"
 
 
 def run_here(args: str | list[str], folder: Path, env: Mapping[str, str] | None = None) -> CompletedCommand:
-    """Run a command to its end, as `ForkServer.run` does."""
+    """Run a command to completion, as `ForkServer.run` does."""
     out, err = folder / ".out", folder / ".err"
     words = args.split() if isinstance(args, str) else args
-    with pytest.MonkeyPatch.context() as patch, forgotten_task_files(folder):
+    with pytest.MonkeyPatch.context() as patch, unload_task_files(folder):
         patch.chdir(folder)
         before = dict(os.environ)
         os.environ.update(env or {})
@@ -38,11 +38,12 @@ def run_here(args: str | list[str], folder: Path, env: Mapping[str, str] | None 
 
 
 @contextmanager
-def forgotten_task_files(folder: Path) -> Iterator[None]:
-    """Remove the modules of task files, from a folder or from tests: another file of the same name would be refused."""
+def unload_task_files(folder: Path) -> Iterator[None]:
+    """Unload the task files in `folder` and `tests/` that the block imports, so that their names are free again."""
     newest, path = next(reversed(sys.modules)), list(sys.path)
     yield
-    # Only modules imported in the block: a dictionary keeps the order of insertion, and thousands of modules are older.
+    # Only modules imported in the block, which are the last ones: checking thousands of older modules would take
+    # longer.
     for name in list(itertools.takewhile(lambda name: name != newest, reversed(sys.modules))):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(f"{folder}{os.sep}") or ("." not in name and file.startswith(TESTS)):

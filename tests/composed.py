@@ -1,7 +1,7 @@
 """Cache Hydra's compositions of the shipped files for the whole test run: composing takes half of a short run.
 
-Results are cached in this process and its forks, and in a folder shared with all other processes. Those with files of a
-user's folder (--config-dir) are found by the content of the folder.
+Results are cached in this process and its forks, and in a folder shared with all other processes. Compositions that
+include files of a user's folder (--config-dir) are looked up by the content of that folder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from runner.base.paths import shipped_path
 from runner.config import config_files
 
 FOLDER = "COMPOSED_FOR_TESTS"  # environment variable
-MOST_FILES, MOST_BYTES = 20, 1 << 14  # in a user's folder whose compositions are cached
+MOST_FILES, MOST_BYTES = 20, 1 << 14  # limits of a user's folder whose compositions are cached
 
 
 class Composed(MutableMapping[Any, Any]):
-    """Caches compositions of the shipped files until the tests end, where `files_unchanged` caches them temporarily."""
+    """Caches compositions of the shipped files until the tests end; `files_unchanged` caches them only temporarily."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class Composed(MutableMapping[Any, Any]):
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Read and write no files inside the context."""
+        """Neither read nor write cache files inside the context."""
         folder, self.folder = self.folder, None
         try:
             yield

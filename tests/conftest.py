@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Tests run beside each other. Without this, a command would choose the policy by the load, and print a message.
+# Tests run in parallel. Without this, a command would choose the policy by the load and print a message.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # in a background job of a shell script, where commands would ignore SIGINT
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,7 +28,7 @@ pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a
 
 from runner.base import noise
 from tests.coarse_pictures import at_full_resolution
-from tests.commands_here import forgotten_task_files
+from tests.commands_here import unload_task_files
 from tests.composed import composed, folder_for_all
 from tests.cpu_time import used_cpu_s
 from tests.faults import tallies
@@ -57,8 +57,8 @@ LONGEST = (
 )  # fmt: skip
 
 MANY = 10  # number of tests from which it pays to import everything up front
-THREAD_ENDS_S = 30  # for a thread that is still exiting when its test ends
-YOUNG_OBJECTS = 20_000  # number of new objects from which garbage is collected; with 700, it takes 2 % of the time
+THREAD_ENDS_S = 30  # time for threads to exit after their test
+YOUNG_OBJECTS = 20_000  # number of new objects before a garbage collection; with 700, they take 2 % of the time
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _compose_once(config: pytest.Config) -> None:
-    """Cache Hydra's compositions of the shipped files for all tests; composing takes half of the time otherwise."""
+    """Cache Hydra's compositions of the shipped files for all tests, which otherwise take half of the time."""
     with suppress(ImportError):  # an optional dependency
         import tqdm  # type: ignore[import-untyped]
 
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu() -> bool:
-    """Return whether torch sees a GPU, without initializing CUDA, which forked workers could not use then."""
+    """Return whether torch sees a GPU. Does not initialize CUDA, because forked workers could not use it afterwards."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -131,14 +131,14 @@ def _has_gpu() -> bool:
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that only --all runs: those marked long, and those of sampled tests outside a seeded sample."""
+    """Return the cases that only --all runs: those marked long, and sampled ones that the seed does not select."""
     return {item for item in items if item.get_closest_marker("long") and len(items) > 1} | _outside_samples(
         items, "sampled"
     )
 
 
 def _outside_samples(items: list[pytest.Item], name: str) -> set[pytest.Item]:
-    """Return the cases that are not among those chosen by the seed, of each test with the marker `name(count)`."""
+    """Return the cases of tests with the marker `name(count)` that the seed does not select."""
     result: set[pytest.Item] = set()
     cases = defaultdict(list)
     for item in items:
@@ -173,7 +173,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze imported objects: no garbage collection scans them again, or copies their pages in a fork.
+    """Freeze imported objects, so that garbage collections neither scan them nor copy their pages in forks.
 
     A session of many tests first imports what commands need, because every forked command would import it again.
     """
@@ -201,10 +201,10 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
 
 @pytest.fixture(scope="session", autouse=True)
 def _autograd_has_no_threads() -> None:
-    """Run a backward pass before any test, so that forks of this process can run one, too.
+    """Run a backward pass before any test, so that forks of this process can run backward passes.
 
-    Torch's engine starts a thread per device in the first one and refuses to work in forks from then on. Without a GPU
-    there is none, unless fake tensors have registered a device, as they do with a CUDA build of torch.
+    The first backward pass starts a thread per device, after which torch's engine refuses to run in forks. Without a
+    GPU, it starts none, unless fake tensors have registered a device, as they do with a CUDA build of torch.
     """
     if torch := sys.modules.get("torch"):
         torch.ones(1, requires_grad=True).sum().backward()
@@ -212,8 +212,8 @@ def _autograd_has_no_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _forgets_task_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove the modules that a test loads from its folder: a module of the same name elsewhere would be refused."""
-    with forgotten_task_files(tmp_path_factory.getbasetemp()):
+    """Unload the modules that a test loads from its folder, so that others of the same name are accepted."""
+    with unload_task_files(tmp_path_factory.getbasetemp()):
         yield
 
 
@@ -243,14 +243,14 @@ def screen(snapshot: Any, tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def full_resolution() -> Iterator[None]:
-    """Draw pictures as the product does, for tests of the pictures themselves."""
+    """Draw pictures at full resolution, for tests of the pictures themselves."""
     with at_full_resolution():
         yield
 
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A short path for TMPDIR, where data workers create sockets, whose paths are limited to 107 bytes."""
+    """A short path for TMPDIR: data workers create sockets there, whose paths are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="test-") as name:
         yield Path(name)
 
@@ -267,7 +267,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Measure the setup of session fixtures separately, so that it does not count for the first test that uses them."""
+    """Measure the setup of session fixtures separately, so that it is not attributed to their first test."""
     before = used_cpu_s() if fixturedef.scope == "session" else 0.0
     yield
     if fixturedef.scope == "session":
@@ -276,7 +276,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Attach the CPU time to the last report of a test, which workers send to the session."""
+    """Attach the CPU time to the last report of a test: workers send reports to the session."""
     if call.when == "teardown":
         stash, now = item.session.stash, used_cpu_s() + ForkServer.cpu_s
         shared = stash[_SHARED_CPU]

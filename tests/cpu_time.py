@@ -1,4 +1,4 @@
-"""CPU time of this process and its children, including those that still run."""
+"""CPU time of this process and its children, including running ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def used_cpu_s() -> float:
-    """Return the user and system time of this process, of the children it waited for, and of those that run.
+    """Return the user and system time of this process, of children that ended, and of running ones.
 
-    A child that serves many tests, such as a fork server, is thus counted while each test uses it, not where it ends.
+    The CPU time of a child that serves many tests, such as a fork server, is thus attributed to the test that used it.
     """
     times = os.times()
     ended = times.user + times.system + times.children_user + times.children_system

@@ -65,7 +65,7 @@ class ForkedCommand:
         os.close(to_err)
 
     def poll(self) -> None:
-        """Return None: the caller notices the end of a command by its closed pipes."""
+        """Return None, because the caller notices the end of a command by its closed pipes."""
 
     def wait(self) -> int:
         if self._code is None:

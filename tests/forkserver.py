@@ -71,17 +71,17 @@ def _be_twin(requests: str, answers: str) -> None:
     """Serve requests from another pipe until it is closed, then exit; also exit with the first server."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(requests) as reading, open(answers, "w") as writing:  # noqa: PTH123 - each waits for the other side
-        for number in (0, 1):  # drop the pipes of the first server, so that their other ends see it exit
+        for number in (0, 1):  # close the pipes of the first server, so that their readers and writers notice its exit
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         _answer_all(reading, writing)
     os._exit(0)
 
 
 def _renew_thread_pool() -> None:
-    """Replace torch's thread pool, which a fork makes unusable, as the backend of a run does.
+    """Replace torch's thread pool, which is unusable after a fork, as the backend of a run does.
 
-    torch does it at the first use. The threads of the autograd engine, one per GPU, are not synchronized there: one of
-    them may find no pool, which aborts the process.
+    Otherwise, torch replaces it at the first use, where the threads of the autograd engine, one per GPU, are not
+    synchronized: if one of them finds no pool, the process aborts.
     """
     import torch
 
@@ -128,7 +128,7 @@ class CompletedCommand:
 class ForkServer:
     """Runs accel-run commands one at a time."""
 
-    cpu_s = 0.0  # of all finished commands of servers that are not children of this process
+    cpu_s = 0.0  # CPU time of all finished commands of servers that are not children of this process
 
     def __init__(self, requests: TextIO, answers: TextIO, ancestor: int | None = None) -> None:
         self.requests, self.answers = requests, answers
@@ -165,7 +165,7 @@ class ForkServer:
 
     @contextmanager
     def twin_at(self) -> Iterator[list[str]]:
-        """Start a twin; return the paths of its pipes, to which one process may connect."""
+        """Start a twin and yield the paths of its pipes, to which one process may connect."""
         self.clear()
         with self.twins_at(1) as (pipes,):
             self._answer()
@@ -173,7 +173,7 @@ class ForkServer:
 
     @contextmanager
     def twins_at(self, number: int) -> Iterator[list[list[str]]]:
-        """Start twins as soon as this server has started; the server is used for nothing else."""
+        """Start twins as soon as this server, which has no other use, has started; yield their pipes."""
         with tempfile.TemporaryDirectory() as name:
             made = [[str(Path(name) / f"{way}-{twin}") for way in ("requests", "answers")] for twin in range(number)]
             for pipes in made:
@@ -185,7 +185,7 @@ class ForkServer:
     @classmethod
     @contextmanager
     def connected(cls, pipes: Sequence[str], ancestor: int | None = None) -> Iterator[Self]:
-        """Connect to the server at these pipes."""
+        """Connect to the server behind these pipes."""
         with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
             made = cls(requests, answers, ancestor)
             try:
@@ -194,7 +194,7 @@ class ForkServer:
                 made.clear()
 
     def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
-        """Start a command and return its PID. Call `wait` afterwards: the next start kills a command that still runs.
+        """Start a command and return its PID. Call `wait` afterwards: the next `start` kills a running command.
 
         before  Python code that the new process runs first, for example to change limits, mounts or its user
         """
@@ -216,7 +216,7 @@ class ForkServer:
     def run(
         self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
     ) -> CompletedCommand:
-        """Run a command to its end."""
+        """Run a command to completion."""
         self.start(args.split() if isinstance(args, str) else args, folder, env, before)
         return self.wait()
 
@@ -238,7 +238,7 @@ class ForkServer:
         return value  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Kill the command of a test that failed before it called `wait`: other tests need the server."""
+        """Kill the command of a test that failed before it called `wait`, because other tests need the server."""
         if self._running is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._running, signal.SIGKILL)

@@ -30,13 +30,13 @@ class NvmlStub:
     folder: Path
 
     def write(self, state: State) -> Path:
-        """Replace the state file atomically, so that a reader never sees half of it."""
+        """Replace the state file atomically, so that readers never see part of it."""
         path, fresh = self.folder / "state", self.folder / "state.new"
         fresh.write_text(as_text(state))
         return fresh.replace(path)
 
     def environment(self, state: State | None, *, driver: str = "new", **variables: str) -> dict[str, str]:
-        """Return an environment whose NVML shows these GPUs. Without a state, it has no NVIDIA driver."""
+        """Return an environment in which NVML lists these GPUs. Without a state, there is no NVIDIA driver."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "NVIDIA_"))}
         result = {"LD_LIBRARY_PATH": str(self.folder / ("none" if state is None else driver)), "PYTHONPATH": str(ROOT)}
         return {**clean, **result, "NVML_STUB": str(self.write(state or {})), **variables}

@@ -1,4 +1,4 @@
-"""Open the first phase of a run in the process of the test."""
+"""Open the first phase of a run in the test process."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from runner.distributed.world import World
 
 
 def parts_of(task: Task, source: Path, world: World, *, seed: int = 0, **others: Any) -> Any:
-    """Return what `assemble` returns for a task in float32 without prefetching; `others` replace single parts."""
+    """Return the result of `assemble` for a task in float32 without prefetching; `others` replace single parts."""
     given: dict[str, Any] = {"model": task.model, "parallel": Parallel(world), "prefetch": lambda batches: batches}
     given |= {"precision": fp32(world, given["model"])} | others
     plan = SimpleNamespace(settings=SimpleNamespace(seed=seed))

@@ -1,4 +1,4 @@
-"""Stubs of the SLURM commands: small scripts, which store the state of the cluster in the folder $PLAYED.
+"""Stubs of the SLURM commands: small scripts that store the state of the cluster in the folder $PLAYED.
 
 sbatch stores the script and runs the jobs of an array one after the other, in the background; each job is a file in
 `queue` until it ends. Files in the folder change what happens:

@@ -64,7 +64,7 @@ def files_of(directory: Path) -> set[str]:
     return {str(file) for file in files if file.parts[0] != "evaluations"}
 
 
-def test_a_run_from_python_equals_a_run_of_the_command_bit_for_bit(run: Run, folder: Path, server: ForkServer) -> None:
+def test_train_equals_the_command_bit_for_bit(run: Run, folder: Path, server: ForkServer) -> None:
     typed = ("run=typed", f"output_root={folder}", "optimizer.lr=0.02", "evaluate.every=2", "seed=3")
     assert server.run(["train", *WORDS, *typed], folder).code == 0
     bits = [
@@ -77,7 +77,7 @@ def test_a_run_from_python_equals_a_run_of_the_command_bit_for_bit(run: Run, fol
     assert files_of(folder / "first") == files_of(folder / "typed")
 
 
-def test_properties_of_a_run_agree_with_its_files(run: Run, folder: Path) -> None:
+def test_run_properties_match_the_files(run: Run, folder: Path) -> None:
     assert run.state == "finished"
     losses = {row["update"]: row["val/loss"] for row in run.history() if "val/loss" in row}
     assert list(losses) == [2, 4, 6]
@@ -97,8 +97,10 @@ def test_properties_of_a_run_agree_with_its_files(run: Run, folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_loading_a_model_changes_neither_random_states_nor_the_environment(run: Run, folder: Path) -> None:
-    """This test needs a new process, because modules may draw random numbers when they are imported."""
+def test_loading_a_model_has_no_side_effects(run: Run, folder: Path) -> None:
+    """Random states and the environment stay the same. A new process, because imported modules may draw random
+    numbers.
+    """
     program = (
         "import os, random; from runner import open_run\n"
         "def state(): return random.getstate(), dict(os.environ)\n"
@@ -119,7 +121,7 @@ def test_a_run_is_opened_by_name_and_by_directory(run: Run, folder: Path) -> Non
         open_run("nothing", output_root=folder)
 
 
-def test_functions_raise_the_errors_that_the_command_reports(folder: Path, server: ForkServer) -> None:
+def test_functions_raise_the_errors_of_the_command(folder: Path, server: ForkServer) -> None:
     for args, kind in ((["no_such_key=1"], ConfigError), (["resume=nowhere", "run=new"], InputMissing)):
         typed = server.run(["train", *WORDS, f"output_root={folder}", *args], folder)
         with pytest.raises(kind) as caught:
@@ -128,7 +130,7 @@ def test_functions_raise_the_errors_that_the_command_reports(folder: Path, serve
         assert all(problem.what in typed.err for problem in caught.value.problems)
 
 
-def test_an_error_in_the_task_is_raised_with_file_and_line(tmp_path: Path) -> None:
+def test_a_task_error_names_file_and_line(tmp_path: Path) -> None:
     text = TASK.read_text().replace("        x, y = batch\n", "        raise ValueError('broken')\n")
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(TaskFault) as caught:
@@ -139,7 +141,7 @@ def test_an_error_in_the_task_is_raised_with_file_and_line(tmp_path: Path) -> No
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_open_run_warns_about_newer_runs_that_it_skips(tmp_path: Path) -> None:
+def test_open_run_warns_about_skipped_newer_runs(tmp_path: Path) -> None:
     for name, files in (("first", ("run.json", "metrics.jsonl")), ("broken", ("run.json",))):
         (tmp_path / name).mkdir()
         for file in files:
@@ -150,9 +152,7 @@ def test_open_run_warns_about_newer_runs_that_it_skips(tmp_path: Path) -> None:
         assert open_run(output_root=tmp_path).name == "first"
 
 
-def test_open_run_does_not_warn_about_a_run_that_has_not_ended(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_open_run_does_not_warn_about_an_unfinished_run(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     (tmp_path / "waiting").mkdir()
     (tmp_path / "waiting" / "run.json").write_text('{"state": "submitted"}\n')
     assert open_run("waiting", output_root=tmp_path).state == "submitted"
@@ -166,7 +166,7 @@ def global_state() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_calling_process_stays_unchanged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = global_state()
     train(*WORDS, "backend=deterministic", run="quiet", output_root=tmp_path)
     with pytest.raises(AccelRunError):
@@ -177,7 +177,7 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
     assert not err
 
 
-def test_output_of_a_command_is_flushed_to_a_redirected_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirected_output_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flushing, the progress of a run would appear in a file in blocks of 8 KB.
 
     The command runs in a new interpreter, as it does for users.
@@ -189,14 +189,14 @@ def test_output_of_a_command_is_flushed_to_a_redirected_file(tmp_path: Path, mon
         assert (tmp_path / "log").read_text().strip()
 
 
-def test_stdout_may_be_replaced_by_an_object_that_only_has_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_needs_only_a_write_method(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
     assert command_process.run_command(["--help"]).code == 0
     assert "".join(written)
 
 
-def test_a_program_without_output_streams_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_without_output_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert command_process.run_command(["--help"]).code == 0
@@ -211,8 +211,8 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run may ignore SIGINT, as in a background job of a shell script."""
+def test_keyboard_interrupt_saves_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt is then raised. The run may ignore SIGINT, as in a background job of a shell script."""
 
     def child_that_ignores_sigint(*args: Any) -> list[str]:
         python, *flags, program, parent = (command := child_command(*args))[:5]
@@ -237,7 +237,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_an_optuna_study_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
+def test_optuna_study_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -282,7 +282,7 @@ print(json.dumps([each.metrics["loss"] for each in found]))
 
 
 @pytest.mark.long
-def test_a_ray_tune_trial_equals_the_same_run_bit_for_bit(run: Run, folder: Path) -> None:
+def test_ray_tune_trial_equals_a_run_bit_for_bit(run: Run, folder: Path) -> None:
     pytest.importorskip("ray.tune", reason="the package ray is not installed", exc_type=ImportError)
     given = json.dumps([WORDS, SETTINGS, str(folder)])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "RAY_AUTH_MODE": "disabled"}
@@ -304,7 +304,7 @@ def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_overrides_built_from_keywords_give_the_same_values(tmp_path: Path) -> None:
+def test_keywords_become_equivalent_overrides(tmp_path: Path) -> None:
     from runner.api import build_argv
     from runner.config.configuration import compose
     from runner.config.request import Request
@@ -322,9 +322,7 @@ def test_overrides_built_from_keywords_give_the_same_values(tmp_path: Path) -> N
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_task_may_be_given_as_the_path_of_its_file(
-    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_accepts_a_file_path(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(TASK, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     run = train(*WORDS[3:], "updates=1", task=kind("mine.py"), run="a")
@@ -334,7 +332,7 @@ def test_a_task_may_be_given_as_the_path_of_its_file(
     assert open_run(str(elsewhere), task=kind("mine.py")).model() is not None
 
 
-def test_a_task_file_may_be_edited_between_two_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_file_may_be_edited_between_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "edited.py"
     shutil.copy(TASK, file)
@@ -387,7 +385,7 @@ def reply_to(client: Any, request: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_stopped_by_the_button_of_a_notebook_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
+def test_interrupted_notebook_cell_saves_a_resumable_run(tmp_path: Path) -> None:
     jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     words = tuple(word for word in WORDS if not word.startswith("updates="))
@@ -413,7 +411,7 @@ def test_a_run_stopped_by_the_button_of_a_notebook_is_saved_and_can_be_resumed(t
     assert open_run("cell", output_root=tmp_path / "outputs").state == "finished"
 
 
-def test_metrics_are_those_of_the_last_evaluation(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_metrics_come_from_the_last_evaluation(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "first")
     rows = [
         {"update": 2, "val/loss": 3.0, "val/accuracy": 0.5},
@@ -447,7 +445,7 @@ class Points(Task):
 """
 
 
-def test_loading_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_model_restores_process_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points.py").write_text(POINTS)
     run = train("--task", Path("points.py"), "backend.threads=1", updates=1, device="cpu", monitor="off", run="r")
@@ -463,9 +461,7 @@ def test_loading_a_model_restores_the_state_of_the_process(tmp_path: Path, monke
     assert len(folders) == len(set(folders))
 
 
-def test_loading_a_model_keeps_modules_that_the_program_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_model_keeps_imported_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing a module again would create new classes, of which the program's existing objects are not instances."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points_to_keep.py").write_text(POINTS)
@@ -477,7 +473,7 @@ def test_loading_a_model_keeps_modules_that_the_program_imported(
     assert sys.modules.get("tools_of_program") is tools
 
 
-def test_a_run_can_be_used_after_the_working_directory_changes(
+def test_a_run_survives_a_change_of_working_directory(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
@@ -492,14 +488,14 @@ def test_open_run_accepts_a_path(run: Run, folder: Path) -> None:
     assert open_run(folder / "first").path == run.path
 
 
-def test_train_rejects_positional_arguments_that_are_neither_strings_nor_paths() -> None:
+def test_train_rejects_invalid_positional_arguments() -> None:
     for wrong in ({"updates": 3}, 3, None):
         with pytest.raises(ConfigError, match="updates=200"):
             train(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [{1}, object(), Run, np.longdouble(0.5)])
-def test_values_that_cannot_be_written_as_overrides_are_rejected(value: object) -> None:
+def test_invalid_keyword_values_are_rejected(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         train(max_grad_norm=value)
     assert [problem.where for problem in caught.value.problems] == ["max_grad_norm"]
@@ -510,7 +506,7 @@ def test_train_rejects_a_run_as_a_positional_argument(run: Run) -> None:
         train(run, updates=4)
 
 
-def test_a_task_file_may_open_a_run_when_it_is_imported(run: Run, tmp_path: Path) -> None:
+def test_a_task_file_may_open_a_run_on_import(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "opens_its_run.py"
     opened = f"from runner.api import open_run\nTEACHER = open_run({str(run.path)!r}, task=__file__)\n"
     file.write_text(f"{TASK.read_text(encoding='utf-8')}\n{opened}")
@@ -532,7 +528,7 @@ def test_a_task_object_is_rejected() -> None:
         (OmegaConf.create([1, 2]), [1, 2]), (torch.tensor(3), 3), (np.bool_(True), True),
     ],
 )  # fmt: skip
-def test_keyword_strings_stay_strings_and_arrays_become_plain_values(given: Any, expected: object) -> None:
+def test_keywords_keep_strings_and_convert_arrays(given: Any, expected: object) -> None:
     from runner.api import build_argv
     from runner.config.override_grammar import parse_override
 
@@ -553,7 +549,7 @@ def test_functions_accept_a_run_instead_of_its_name(run: Run, tmp_path: Path, mo
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("call", ["train(task=__file__)", "evaluate('last')"], ids=["train", "evaluate"])
-def test_a_task_file_that_trains_or_evaluates_itself_when_imported_is_rejected(call: str, tmp_path: Path) -> None:
+def test_a_task_file_that_trains_on_import_is_rejected(call: str, tmp_path: Path) -> None:
     file = tmp_path / "trains_itself.py"
     again = "import os\nassert not os.environ.get('AGAIN')\nos.environ['AGAIN'] = '1'\n"
     calls = f"from runner.api import evaluate, train\n{call}\n"

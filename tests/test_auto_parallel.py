@@ -1,4 +1,6 @@
-"""Parallelism from Python: a split model computes the same as the unsplit one, and each choice states its reason."""
+"""Parallelism from Python: a split model computes the same results as the unsplit one, and each choice states its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     num_microbatches=st.integers(1, 6),
     rest=st.integers(0, 5),
 )
-def test_a_split_model_computes_the_same_as_the_unsplit_model(
-    num_layers: int, num_stages: int, num_microbatches: int, rest: int
-) -> None:
+def test_split_and_unsplit_models_are_equal(num_layers: int, num_stages: int, num_microbatches: int, rest: int) -> None:
     if num_layers < num_stages:
         return
     terms = 8 * (num_layers + num_microbatches + rest)  # behind a gradient: inputs of each layer, and samples
@@ -67,7 +67,7 @@ def test_a_split_model_computes_the_same_as_the_unsplit_model(
             assert_close(result[name], grad, terms)
 
 
-def test_an_optimizer_updates_a_split_model_like_the_unsplit_model() -> None:
+def test_optimizer_updates_a_split_model_equally() -> None:
     whole = ten_layers()
     piped = PipelineParallel(copy.deepcopy(whole), 3, ["cpu", "cpu"])
     x = torch.randn(7, 8, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_an_optimizer_updates_a_split_model_like_the_unsplit_model() -> None:
         torch.testing.assert_close(piped.model.state_dict()[name], value, rtol=ADAPTIVE, atol=PROMISED[torch.float64])
 
 
-def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4() -> None:
+def test_ten_layers_on_11_and_8_gb_split_6_to_4() -> None:
     piped = PipelineParallel(ten_layers(), 4, ["cpu", "cpu"], [11 * GIB, 8 * GIB])
     assert str(piped.split) == "6 : 4"
     lines = piped.table().splitlines()
@@ -130,7 +130,7 @@ class End(nn.Module):
         return Parts(F.linear(x, self.embedding.weight), [{"mean": x.mean(-1)}])
 
 
-def test_layers_may_be_listed_share_weights_and_return_any_structure() -> None:
+def test_layers_may_share_weights_and_return_structures() -> None:
     torch.manual_seed(0)
     model = Tied().double().eval()
     tokens = torch.randint(0, 5, (6, 3))
@@ -143,7 +143,7 @@ def test_layers_may_be_listed_share_weights_and_return_any_structure() -> None:
     assert not torch.equal(piped.train()(tokens).logits, expected.logits)
 
 
-def test_train_and_eval_reach_modules_that_only_the_layers_contain() -> None:
+def test_train_and_eval_reach_all_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     layers = [model[0], nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), model[1]]
     piped = PipelineParallel(model, 2, ["cpu"] * 2, layers=layers).eval()
@@ -152,8 +152,8 @@ def test_train_and_eval_reach_modules_that_only_the_layers_contain() -> None:
     assert not torch.equal(piped.train()(x), piped.eval()(x))
 
 
-def test_a_stage_computes_with_copies_of_weights_of_another_device() -> None:
-    """On the `meta` device, which computes shapes only; mixing in a CPU tensor would fail."""
+def test_a_stage_copies_shared_weights_to_its_device() -> None:
+    """The `meta` device computes only shapes, and an operation that also has a CPU tensor would fail."""
     model = Tied()
     stage = DeviceStage([End(model.embedding)], torch.device("meta"))
     stage.move(placed={model.embedding.weight})
@@ -164,7 +164,7 @@ def test_a_stage_computes_with_copies_of_weights_of_another_device() -> None:
 
 
 class Summed(nn.Module):
-    """A last layer that returns any structure."""
+    """A last layer that returns the result of a function."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -203,20 +203,20 @@ class Summed(nn.Module):
         (lambda: Summed.piped(lambda x: Parts(x.sum(), []))(torch.zeros(4, 8)), "the output must have"),
     ],
 )
-def test_models_that_cannot_be_split_are_reported(make: Any, text: str) -> None:
+def test_invalid_splits_are_reported(make: Any, text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make()
     assert text in str(raised.value)
     assert raised.value.exit_code == 78
 
 
-def test_an_example_balances_layers_by_time_and_a_given_split_needs_no_example() -> None:
+def test_an_example_balances_layers_by_time() -> None:
     example = (torch.randn(4, 8, dtype=torch.float64),)
     assert len(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", example=example).split.sizes) == 2
     assert str(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", split=[3, 7]).split) == "3 : 7"
 
 
-def test_layers_that_lack_parameters_of_the_model_are_refused() -> None:
+def test_layers_must_contain_all_parameters() -> None:
     with pytest.raises(TaskFault, match="must contain exactly the parameters of the model, but lacks 9"):
         PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
 
@@ -229,7 +229,7 @@ def chosen(*given: Any, **options: Any) -> tuple[ParallelChoice, list[str]]:
     return auto_parallelize(*given, say=messages.append, **options), messages
 
 
-def test_a_model_that_fits_one_device_is_not_split() -> None:
+def test_a_model_that_fits_is_not_split() -> None:
     made, messages = chosen(model := ten_layers(), ["cpu"], capacities=[GIB])
     assert made.strategy == "single"
     assert made.model is model
@@ -237,7 +237,7 @@ def test_a_model_that_fits_one_device_is_not_split() -> None:
     assert re.findall(r"[\d.]+ MiB", made.reason) == ["0.011 MiB", "921.6 MiB"]
 
 
-def test_a_model_that_fits_is_not_split_over_equal_devices_of_one_process() -> None:
+def test_one_process_with_equal_devices_does_not_split() -> None:
     made, _ = chosen(ten_layers(), ["cpu", "cpu"], capacities=[GIB, GIB])
     assert made.strategy == "single"
     assert "2 processes" in made.reason
@@ -250,7 +250,7 @@ def test_a_model_that_fits_is_not_split_over_equal_devices_of_one_process() -> N
         ([11 * GIB, 8 * GIB], "the devices are unequal", "6 : 4"),
     ],
 )
-def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str, split: str) -> None:
+def test_small_or_unequal_devices_split_a_model(capacities: list[int], why: str, split: str) -> None:
     whole = ten_layers()
     x = torch.randn(8, 8, dtype=torch.float64)
     expected = whole(x)
@@ -262,8 +262,8 @@ def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str,
     torch.testing.assert_close(made.model(x), expected)
 
 
-def test_activations_are_counted_if_an_example_is_given() -> None:
-    """The input and 10 outputs of tanh are kept, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
+def test_an_example_adds_activations_to_the_memory() -> None:
+    """The input and 10 outputs of tanh are saved, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
     example = (torch.randn(1000, 8, dtype=torch.float64),)
     assert chosen(ten_layers(), ["cpu"], capacities=[GIB], example=example)[0].strategy == "single"
     text = f"needs {(11 * 64000 + 720 * 16) / 2**20:.3f} MiB, but cpu has 0.450 MiB available"
@@ -271,7 +271,7 @@ def test_activations_are_counted_if_an_example_is_given() -> None:
         chosen(ten_layers(), ["cpu"], capacities=[2**19], example=example)
 
 
-def test_a_model_that_does_not_fit_is_refused() -> None:
+def test_a_model_that_does_not_fit_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"needs 0\.011 MiB, but cpu has 0\.001 MiB available"):
         chosen(ten_layers(), ["cpu"], capacities=[1000])
     with pytest.raises(ConfigError, match="layers of a Tied are unknown"):
@@ -279,7 +279,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_each_of_several_processes_trains_a_copy() -> None:
+def test_each_process_trains_a_copy() -> None:
     def replicate(world: World) -> list[Any]:
         made, messages = chosen(ten_layers(), ["cpu"], capacities=[GIB])
         torch.manual_seed(world.rank)
@@ -307,15 +307,15 @@ class Placed(nn.Sequential):
 @pytest.mark.parametrize(
     ("bound", "current", "local_rank", "num_gpus", "expected"),
     [
-        (None, 0, 3, 4, "cuda:3"),  # no device set: torchrun's local rank
+        (None, 0, 3, 4, "cuda:3"),  # no device set: use torchrun's local rank
         (None, 2, 1, 4, "cuda:2"),  # torch.cuda.set_device
         (0, 2, 1, 4, "cuda:0"),  # init_process_group(device_id=...)
-        (None, 0, 3, 1, "cuda:0"),  # each process sees its own GPU only
+        (None, 0, 3, 1, "cuda:0"),  # each process sees only its own GPU
         (None, 0, None, 4, "cuda:0"),
         (None, 0, 3, 0, "cpu"),
     ],
 )
-def test_each_of_several_processes_takes_its_own_gpu(
+def test_each_process_uses_its_own_gpu(
     bound: int | None,
     current: int,
     local_rank: int | None,
@@ -344,7 +344,7 @@ def test_each_of_several_processes_takes_its_own_gpu(
     assert str(model.place) == "cuda:1", "a named module is used"
 
 
-def test_a_single_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
@@ -354,14 +354,14 @@ def test_a_single_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert "2 processes" in made.reason
 
 
-def test_the_package_exports_both_names_without_importing_torch() -> None:
+def test_importing_the_functions_does_not_import_torch() -> None:
     assert runner.auto_parallelize is auto_parallelize
     assert runner.PipelineParallel is PipelineParallel
     check = "import sys, runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
 
 
-def test_model_size_mb_is_refused() -> None:
-    """A script may still pass it, so the error names the replacement."""
+def test_model_size_mb_is_rejected() -> None:
+    """The error names the replacement of this former argument."""
     with pytest.raises(ConfigError, match="model_size_mb"):
         auto_parallelize(ten_layers(), ["cpu"], model_size_mb=5000)

@@ -20,20 +20,20 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/commands/benchmark.py", "run", "import_module"): "names of the table SUITES",
     ("runner/__init__.py", "__getattr__", "getattr"): "names compared with a tuple in the line above",
     ("runner/__init__.py", "__dir__", "globals"): "only the names are listed",
-    ("runner/engine/contract/task_loading.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there",
-    ("runner/config/option_table.py", "load_file", "exec_module"): "the one place where a file of the user's is run: --task on the command line",
+    ("runner/engine/contract/task_loading.py", "_import", "import_module"): "a shipped task, named after an existing file in conf/task",
+    ("runner/config/option_table.py", "load_file", "exec_module"): "the only place that executes a user's file: --task on the command line",
     ("runner/config/option_table.py", "import_packaged", "import_module"): "a module that an installed package names as its entry point",
     ("runner/config/option_table.py", "find_entry", "getattr"): "a table of custom_tables.py, in the task's file or an installed package",
     ("runner/engine/hooks/custom.py", "_build_hook", "getattr"): "methods of Hook that the file spells out",
     ("runner/engine/hooks/custom.py", "_build_hook", "setattr"): "methods of Hook that the file spells out",
     ("runner/tools/doctor/findings.py", "check", "import_module"): "modules that the tables of checks spell out",
     ("runner/tools/doctor/findings.py", "check", "getattr"): "functions that the tables of checks spell out",
-    ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's own metadata name as needed",
+    ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's metadata requires",
     ("runner/engine/evaluation/undeclared_states.py", "_is_used", "setattr"): "attributes that a metric itself has set",
     ("runner/base/json_converter.py", "encode", "getattr"): "the fields of a dataclass",
     ("runner/adapters/lightning.py", "*", "getattr"): "methods of a LightningModule that the file spells out",
     ("runner/base/packages.py", "require", "import_module"): "names that tasks and axes spell out",
-    ("runner/launch/on_ranks.py", "import_before_fork", "import_module"): "one of three names of a table in the line above",
+    ("runner/launch/on_ranks.py", "import_before_fork", "import_module"): "one of three names in a table in the line above",
     ("runner/axes/optimizer.py", "_import_quietly", "import_module"): "names that the file spells out",
     ("runner/tensors/optimizer_state.py", "_plain_tensors", "getattr"): "attributes that a tensor subclass itself lists",
     ("runner/axes/memory.py", "selective", "getattr"): "operations of torch that the file spells out",
@@ -53,7 +53,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/hooks/hook.py", "hooks_with", "getattr"): "a method of Hook that the callers spell out",
     ("runner/engine/hooks/forward_state.py", "*", "getattr"): "parameters and buffers that a module itself lists",
     ("runner/engine/update/non_finite.py", "_unpack", "getattr"): "fields that a dataclass itself lists",
-    ("runner/host/output.py", "__getattr__", "getattr"): "what code asks of standard output, from that itself",
+    ("runner/host/output.py", "__getattr__", "getattr"): "attributes that code reads from sys.stdout, delegated to the wrapped stream",
     ("runner/axes/backend.py", "*", "setattr"): "two switches of cuDNN that the lines spell out, put back at the end",
     ("tasks/dynamo/model.py", "*", "getattr"): "heads of the model, checked when it is built",
     ("tasks/hyperspectral/task.py", "fits", "getattr"): "a literal of the option statistics",
@@ -111,7 +111,7 @@ def aliases(tree: ast.AST) -> Iterator[str]:
                 yield "__dict__"
 
 
-def asks_a_shell(call: ast.Call) -> bool:
+def starts_a_shell(call: ast.Call) -> bool:
     """Return whether a program is started through a shell: ["sh", "-c", ...]."""
     first = call.args[0] if call.args else None
     args = [item.value for item in first.elts if isinstance(item, ast.Constant)] if isinstance(first, ast.List) else []
@@ -119,14 +119,14 @@ def asks_a_shell(call: ast.Call) -> bool:
 
 
 @pytest.mark.slow
-def test_names_are_resolved_to_functions_only_at_the_listed_places() -> None:
+def test_functions_are_looked_up_only_at_listed_places() -> None:
     used = set()
     for path in FILES:
         file = str(path.relative_to(ROOT))
         for place in found_in(path.read_text(encoding="utf-8"), file):
             known = [key for key in (place, (place[0], "*", place[2])) if key in PLACES]
             assert known, (
-                f"{place}: choose from a table (runner/config/option_table.py), or name the place here with its reason"
+                f"{place}: choose from a table (runner/config/option_table.py), or list the place here with its reason"
             )
             used.update(known)
     assert set(PLACES) == used, f"listed here, but no longer in the code: {set(PLACES) - used}"
@@ -154,7 +154,7 @@ def test_no_module_imports_pickle_or_starts_a_shell() -> None:
             keywords = {keyword.arg: keyword.value for keyword in node.keywords}
             called = ast.unparse(node.func)
             assert not (isinstance(keywords.get("shell"), ast.Constant) and keywords["shell"].value), where  # type: ignore[attr-defined]
-            assert not asks_a_shell(node), where
+            assert not starts_a_shell(node), where
             assert called not in (
                 "os.system",
                 "os.popen",
@@ -185,10 +185,10 @@ def test_options_are_called_only_through_call_option() -> None:
 
 
 KNOWN_TABLES = {
-    "ACTIONS": "of one suite, and not options: the key was found in the table",
-    "SINKS": "in the tracker's process, which imports nothing of the runner; the order comes from trackers.py",
-    "_NEW_STATES": "by the class of an optimizer",
-    "_NAMESPACE": "Range and Matches, compared in the line above",
+    "ACTIONS": "functions of one suite, not options; the key was found in the table",
+    "SINKS": "used in the tracker process, which does not import the runner; trackers.py chooses the sink",
+    "_NEW_STATES": "indexed by the class of an optimizer",
+    "_NAMESPACE": "Range and Matches; the name is checked in the line above",
 }
 
 
@@ -199,13 +199,13 @@ KNOWN_TABLES = {
      "f = getattr", "builtins.eval(text)", "map(eval, texts)", "module.__dict__[name]()", "globals()[name]()", "vars(m)[name](1)",
      "from builtins import eval as f", "sys.modules[name].__dict__[x]()"],
 )  # fmt: skip
-def test_the_check_detects_each_way_to_resolve_a_name(source: str) -> None:
+def test_each_way_to_look_up_a_function_is_detected(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 
-def test_the_check_detects_a_shell() -> None:
+def test_each_way_to_start_a_shell_is_detected() -> None:
     for source in ("run(['sh', '-c', x])", "Popen(['/bin/bash', '-e', '-c', x])"):
         statement = ast.parse(source).body[0]
         assert isinstance(statement, ast.Expr)
         assert isinstance(statement.value, ast.Call)
-        assert asks_a_shell(statement.value)
+        assert starts_a_shell(statement.value)

@@ -46,9 +46,7 @@ def rows_of_losses(losses: list[float]) -> list[Any]:
     return [row(number, loss) for number, loss in enumerate(losses, 1)]
 
 
-def test_runs_with_the_same_losses_are_identical_regardless_of_their_timings(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_timings_do_not_affect_the_comparison(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in rows_of_losses(LOSSES)]
 
     assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", slower)]) == 0
@@ -75,18 +73,14 @@ def test_the_first_and_the_largest_difference_are_reported(
     assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", messages, re.M)
 
 
-def test_a_shorter_run_is_not_identical_and_common_updates_are_compared(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_common_updates_of_a_shorter_run_are_compared(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", rows_of_losses(LOSSES[:2]))]) == 1
     messages = capsys.readouterr().out
     assert re.search(r"^B lacks +2 updates .* 3 to 4", messages, re.M)
     assert re.search(r"^identical +2 updates", messages, re.M)
 
 
-def test_damaged_rows_are_counted_and_their_updates_are_missing(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_rows_are_counted_as_missing_updates(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of_losses(LOSSES)
     damaged = [rows[0], '{"update": 2, "phase": "tr', {**rows[2], "train/loss": "1.25"}, "[]", rows[3]]
 
@@ -96,7 +90,7 @@ def test_damaged_rows_are_counted_and_their_updates_are_missing(
     assert re.search(r"^B lacks +2 updates .* 2 to 3", messages, re.M)
 
 
-def test_the_last_row_of_an_update_is_compared_if_a_run_was_resumed(make_run: MakeRun) -> None:
+def test_a_resumed_run_is_compared_by_its_last_rows(make_run: MakeRun) -> None:
     rows = rows_of_losses(LOSSES)
     resumed = [*rows[:2], row(3, 7.0), *rows[2:]]
 
@@ -112,7 +106,7 @@ def test_rows_of_an_evaluation_belong_to_their_update(make_run: MakeRun, capsys:
     assert compare.main([make_run("c", evaluated), "b"]) == 0
 
 
-def test_updates_of_two_phases_are_not_mixed_up(make_run: MakeRun) -> None:
+def test_updates_of_two_phases_are_distinguished(make_run: MakeRun) -> None:
     one = [row(1, 2.0), {**row(1, 1.0), "phase": "second"}]
     other = [{**row(1, 1.0), "phase": "second"}, row(1, 2.0)]
 
@@ -137,7 +131,7 @@ def test_a_non_finite_value_equals_only_the_same_value(make_run: MakeRun, theirs
         (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run cannot be set"),
     ],
 )
-def test_bad_input_is_reported_in_one_message_with_an_exit_code(
+def test_invalid_input_is_reported(
     make_run: MakeRun,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
@@ -195,14 +189,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("commit", "code"), [("same", 0), ("other", 1)])
-def test_each_commit_is_measured_with_its_own_code(
+def test_each_commit_trains_with_its_own_code(
     repository: Path, capsys: pytest.CaptureFixture[str], commit: str, code: int
 ) -> None:
     assert compare.main(["--commits", "one", commit, "--", "updates=3"]) == code
     assert "A           commit one: 3 updates" in capsys.readouterr().out
 
 
-def test_checked_out_commits_are_removed(repository: Path) -> None:
+def test_worktrees_of_commits_are_removed(repository: Path) -> None:
     compare.main(["--commits", "one", "same", "--", "updates=3"])
     compare.main(["--commits", "one", "same", "--", "updates=3", "fails=80"])
 

@@ -18,7 +18,7 @@ def busy(connection: Connection) -> None:
     connection.recv()
 
 
-def test_a_child_is_counted_while_it_runs_and_not_again_after_it_has_ended() -> None:
+def test_running_and_ended_children_are_counted_once() -> None:
     context = get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=busy, args=(theirs,))

@@ -1,8 +1,8 @@
 """Documented commands are valid, links resolve, and every code block is checked.
 
 Every code block has a language: none or sh for shell commands; python; yaml, with its file name in the first line; or
-text, followed by the reason why it is not to be typed. Commands and settings in sentences and tables are checked too.
-No command runs and torch is not imported: arguments are parsed by the command's own parser, and settings composed.
+text, followed by the reason why it is not a command. Commands and settings in sentences and tables are also checked. No
+command runs and torch is not imported: arguments are parsed by the command's own parser, and settings composed.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from runner.tools.measure.technique import find_techniques
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-# without the changelog: it names settings of earlier releases, and has a line per change
+# without the changelog, which names settings of earlier releases and has long lines
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md")} - {ROOT / "CHANGELOG.md"})
-RESULTS = DOCS / "results"  # code blocks are raw output of the script in the heading
+RESULTS = DOCS / "results"  # whose code blocks are raw output of the script in the heading
 HOOK_SWITCH = re.compile(r"^hook\.\w+\.enabled$")
-WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # tests/end_to_end/test_contributing.py follows its recipes
+WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # whose recipes tests/end_to_end/test_contributing.py follows
 WHY_TEXT = ("output", "layout", "formula")
-FOREIGN = DOCS / "coming-from.md"  # its first column has arguments of other programs
+FOREIGN = DOCS / "coming-from.md"  # whose first column has arguments of other programs
 
 # Placeholders for the reader's own values.
 PLACEHOLDERS = {
@@ -86,7 +86,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Said:
+class InlineCode:
     """Inline code in a sentence or a table cell."""
 
     page: Path
@@ -125,15 +125,15 @@ def inner(page: Path) -> Iterator[tuple[int, int | None, Token]]:
             yield line, column, child
 
 
-def said(page: Path) -> Iterator[Said]:
+def inline_code(page: Path) -> Iterator[InlineCode]:
     for line, column, token in inner(page):
         if token.type == "code_inline" and not (page == FOREIGN and column == 0):
-            yield Said(page, line, token.content, column)
+            yield InlineCode(page, line, token.content, column)
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-SAID = [each for page in PAGES for each in said(page)]
-UNIQUE = list({each.text: each for each in SAID}.values())
+INLINE_CODE = [each for page in PAGES for each in inline_code(page)]
+UNIQUE = list({each.text: each for each in INLINE_CODE}.values())
 
 
 # ---------------------------------------------------------------- how commands parse their arguments
@@ -150,7 +150,7 @@ def _settings(args: list[str]) -> None:
 
 
 def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
-    """Yield an option for each key that the default option lacks, such as averaging=ema for averaging.evaluate."""
+    """For each key that the default option lacks, yield an option that has it (averaging=ema for averaging.evaluate)."""
     for word in typed:
         group, _, name = word.partition("=")[0].partition(".")
         default = find_signature(group, shipped_options()[group]) if group in AXES and name else None
@@ -243,7 +243,7 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
 }  # fmt: skip
 
 
-def understood(args: Sequence[str]) -> None:
+def check_arguments(args: Sequence[str]) -> None:
     """Raise the error that accel-run reports for these arguments."""
     assert args, "a command is missing"
     first, *rest = args
@@ -303,7 +303,7 @@ def known_keys() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The reader's folder: a new task, runs, and a configuration folder with files of earlier blocks."""
+    """The reader's working directory: a new task, runs, and a configuration folder with files of earlier blocks."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my_task.py"]) == 0
     capsys.readouterr()
@@ -329,23 +329,23 @@ def commands(text: str) -> Iterator[list[str]]:
 def check_line(args: list[str]) -> None:
     program, *rest = args
     if "-m" in rest and rest[rest.index("-m") + 1] == "runner":
-        understood(rest[rest.index("-m") + 2 :])
+        check_arguments(rest[rest.index("-m") + 2 :])
     elif args[:2] == ["python", "-m"]:
         assert find_spec(rest[1]), f"there is no module {rest[1]}"
         if "accel-run" in rest:
-            understood(rest[rest.index("accel-run") + 1 :])
+            check_arguments(rest[rest.index("accel-run") + 1 :])
     elif program == "accel-run":
-        understood(rest)
+        check_arguments(rest)
     elif args[:2] == ["docker", "run"]:
         (image,) = (word for word in rest if word.startswith("accel-run"))
-        understood(rest[rest.index(image) + 1 :])
+        check_arguments(rest[rest.index(image) + 1 :])
     elif program == "python" or program.removeprefix("./").startswith("scripts/"):
         script, *rest = rest if program == "python" else args
         path = ROOT / script
         assert path.is_file(), f"there is no {script}"
         assert program == "python" or path.stat().st_mode & 0o100, f"{script} is not executable"
         if path.name == "run.sh":
-            understood(rest)
+            check_arguments(rest)
     else:
         assert program in OTHER_PROGRAMS, (
             f"{program}: not a program of accel-run; mark the block as text, with the reason"
@@ -354,8 +354,8 @@ def check_line(args: list[str]) -> None:
             assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
-def filled(text: str) -> str:
-    """Return the line with its placeholders filled in."""
+def fill_placeholders(text: str) -> str:
+    """Replace the placeholders in a line."""
     text = re.sub(r" \[[^\]]*\]| \.\.\.", "", text)
     return re.sub(r"\b[A-Z][A-Z_]+\b", lambda result: PLACEHOLDERS.get(result[0], result[0]), text)
 
@@ -375,16 +375,16 @@ def test_every_code_block_has_a_known_language() -> None:
             )
 
 
-def is_to_be_typed(block: Block) -> bool:
-    """Return whether the block has shell commands that can be checked without code that a recipe adds."""
+def is_checked_shell(block: Block) -> bool:
+    """Return whether the block has shell commands that do not depend on code that a recipe adds."""
     is_of_a_recipe = block.page == WITH_RECIPES and block.text.startswith("accel-run ")
     return block.language in ("", "sh") and RESULTS not in block.page.parents and not is_of_a_recipe
 
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.sampled(30)
-@pytest.mark.parametrize("block", list(filter(is_to_be_typed, BLOCKS)), ids=str)
-def test_documented_commands_are_accepted(block: Block) -> None:
+@pytest.mark.parametrize("block", list(filter(is_checked_shell, BLOCKS)), ids=str)
+def test_commands_in_code_blocks_are_accepted(block: Block) -> None:
     if block.text.startswith("#!/bin/bash"):
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
     for page_block in blocks(block.page):
@@ -410,23 +410,23 @@ def put(block: Block) -> list[str]:
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if each.language == "yaml" and each.page != WITH_RECIPES], ids=str
 )
-def test_documented_files_are_accepted(block: Block) -> None:
+def test_yaml_files_in_code_blocks_are_accepted(block: Block) -> None:
     content = yaml.safe_load(block.text)
-    if "parameters" in content:  # of which wandb's agent builds commands
+    if "parameters" in content:  # wandb's agent builds commands from this file
         given = {key: each.get("values", [each.get("min")])[0] for key, each in content["parameters"].items()}
         program, *args, arguments = content["command"]
         assert (program, arguments) == ("accel-run", "${args_no_hyphens}")
-        understood([*args, *(f"{key}={value}" for key, value in given.items())])
+        check_arguments([*args, *(f"{key}={value}" for key, value in given.items())])
         return
     args = put(block)
     assert args, f"{block}: the file name must be followed by a command that uses it"
-    understood(args)
+    check_arguments(args)
 
 
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if each.language == "python" and each.page != WITH_RECIPES], ids=str
 )
-def test_documented_python_compiles_and_imports_existing_names(block: Block) -> None:
+def test_python_blocks_compile_and_import_existing_names(block: Block) -> None:
     typed, text = re.findall(r"^!(.*)$", block.text, re.MULTILINE), re.sub(r"^!.*$", "", block.text, flags=re.MULTILINE)
     for args in commands("\n".join(typed)):  # shell commands of a notebook
         check_line(args)
@@ -450,8 +450,8 @@ def test_documented_python_compiles_and_imports_existing_names(block: Block) -> 
 @pytest.mark.parametrize(
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
 )
-def test_commands_in_prose_are_accepted(each: Said) -> None:
-    for args in commands(filled(each.text)):
+def test_commands_in_prose_are_accepted(each: InlineCode) -> None:
+    for args in commands(fill_placeholders(each.text)):
         if args[0].startswith("scripts/") and len(args) == 1:  # mentioned, not called
             assert (ROOT / args[0]).exists()
         elif args[0] == "accel-run" and len(args) == 2:
@@ -462,14 +462,14 @@ def test_commands_in_prose_are_accepted(each: Said) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "each", [each for each in SAID if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
+    "each", [each for each in INLINE_CODE if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
 )
-def test_settings_that_replace_flags_of_other_tools_compose(each: Said) -> None:
-    understood(["train", *shlex.split(each.text)])
+def test_settings_that_replace_flags_of_other_tools_compose(each: InlineCode) -> None:
+    check_arguments(["train", *shlex.split(each.text)])
 
 
-@pytest.mark.parametrize("each", [each for each in SAID if each.text.startswith("from runner import ")], ids=str)
-def test_documented_imports_exist(each: Said) -> None:
+@pytest.mark.parametrize("each", [each for each in INLINE_CODE if each.text.startswith("from runner import ")], ids=str)
+def test_documented_imports_exist(each: InlineCode) -> None:
     assert set(each.text.removeprefix("from runner import ").split(", ")) <= set(runner.__all__)
 
 
@@ -485,11 +485,13 @@ def test_flags_of_other_scripts_get_suggestions() -> None:
 
 
 def test_the_readme_lists_every_command() -> None:
-    named = {args[1] for each in SAID if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]}
+    named = {
+        args[1] for each in INLINE_CODE if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]
+    }
     assert {name for name, (_, summary) in COMMANDS.items() if summary} - named == set()
 
 
-def test_the_table_of_groups_lists_every_group_with_all_its_options() -> None:
+def test_the_table_of_groups_is_complete() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
     listed = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
     assert listed == {group: set(list_options(group)) for group in GROUPS}
@@ -503,7 +505,7 @@ def test_the_doctor_page_lists_every_check() -> None:
 
 def test_settings_named_in_prose_exist() -> None:
     unknown = []
-    for each in SAID:
+    for each in INLINE_CODE:
         result = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
         if result and RESULTS not in each.page.parents:
             key, value = result.groups()
@@ -550,7 +552,7 @@ def linked(page: Path) -> set[Path]:
     return {(page.parent / target).resolve() for target in targets if target and "://" not in target}
 
 
-def test_the_index_links_every_page_and_the_readme_links_the_index() -> None:
+def test_every_page_is_linked() -> None:
     index, folders = DOCS / "README.md", {DOCS / "decisions", RESULTS}
     expected = folders | {page for page in DOCS.rglob("*.md") if page != index and page.parent not in folders}
     assert expected - linked(index) == set()

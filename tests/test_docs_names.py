@@ -48,14 +48,14 @@ def exists(name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_code_names_on_the_update_page_exist() -> None:
+def test_code_names_exist() -> None:
     named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", PAGE))
     ours = {name for name in named if not name.endswith(NOT_OURS)}
     assert len(ours) > 40
     assert {name for name in ours if not exists(name)} == set()
 
 
-def test_the_update_page_lists_the_hooks_in_call_order() -> None:
+def test_hooks_are_listed_in_call_order() -> None:
     tree = ast.parse((ROOT / "runner" / "engine" / "hooks" / "__init__.py").read_text(encoding="utf-8"))
     (table,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
     assert isinstance(table, ast.List)

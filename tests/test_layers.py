@@ -15,7 +15,7 @@ from scripts.lint_shape import FLOORS, NOT_YET, ROOT, findings, late_imports, pa
 PLACES = [ROOT / module.path for module in parse_all()]
 
 
-def test_each_file_has_the_required_shape_or_is_an_exception() -> None:
+def test_files_have_the_required_shape() -> None:
     result = {finding.key: finding for finding in findings(parse_all())}
     assert [finding for key, finding in result.items() if key not in NOT_YET] == []
     assert list(late_imports(parse_all())) == []
@@ -34,7 +34,7 @@ VENDORS = ("cuda", "xpu")  # modules of torch
 
 
 def uses_of_vendors(source: str) -> Iterator[int]:
-    """Yield the lines that use the module torch.cuda or torch.xpu in any form."""
+    """Yield the lines that use the module torch.cuda or torch.xpu in any way."""
     if "torch" not in source or not any(vendor in source for vendor in VENDORS):
         return
     modules = tuple(f"torch.{vendor}" for vendor in VENDORS)
@@ -56,14 +56,14 @@ def test_every_way_to_use_a_vendor_module_is_detected(source: str) -> None:
     assert not list(uses_of_vendors("torch.backends.cuda.is_built()\ntorch.device('cuda')\ntorch.version.cuda"))
 
 
-def test_vendor_modules_of_torch_are_used_in_one_file_only() -> None:
-    """This file has a method for each device operation of accel-run, with an implementation for each vendor."""
+def test_vendor_modules_are_used_in_one_file_only() -> None:
+    """In this file, each device operation of accel-run has a method with an implementation for each vendor."""
     result = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
     assert result == {"runner/base/accelerator.py"}
 
 
 def test_module_paths_named_in_text_exist() -> None:
-    """In code, comments and docs: renaming a module must leave no stale path."""
+    """A renamed module must not leave stale paths in code, comments or docs."""
     pages: list[Path] = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "README.md"]
     packages = "|".join(sorted({floor.split(".")[0] for floor in FLOORS} - {"cli", "auto_parallel", "__main__"}))
     named = re.compile(rf"(?<![\w/.-])(?:runner/)?((?:{packages})/[a-z_/]+\.py)\b")
@@ -77,6 +77,6 @@ def test_module_paths_named_in_text_exist() -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "docs", "scripts", "conf", "runner"])
-def test_tasks_is_the_only_folder_of_a_checkout_in_the_package(folder: str) -> None:
+def test_only_the_tasks_folder_is_packaged(folder: str) -> None:
     assert find_spec("runner.tasks.gpt.data") is not None
     assert find_spec(f"runner.{folder}") is None

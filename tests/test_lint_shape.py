@@ -26,8 +26,8 @@ def test_each_violation_is_found(planted: str) -> None:
     assert {finding.rule for finding in findings([parse(*PLANTED[planted])])} == {planted.split(maxsplit=1)[0]}
 
 
-def test_import_cycles_of_any_length_are_found() -> None:
-    """A package that imports its own modules is not a cycle."""
+def test_import_cycles_are_found() -> None:
+    """Cycles may have any length. A package that imports its own modules is not a cycle."""
     texts = {
         "runner/base/a.py": "from runner.base import b",
         "runner/base/b.py": "if TYPE_CHECKING:\n    from runner.base.c import C",
@@ -39,7 +39,7 @@ def test_import_cycles_of_any_length_are_found() -> None:
     assert (result.rule, result.subject.split()) == ("cycle", [f"runner.base.{name}" for name in "abc"])
 
 
-def test_duplicate_names_of_modules_and_public_classes_are_found() -> None:
+def test_duplicate_names_are_found() -> None:
     texts = {
         "runner/base/a.py": "class One: ...\nclass _Private: ...",
         "runner/config/a.py": "class One: ...\nclass _Private: ...",
@@ -50,7 +50,7 @@ def test_duplicate_names_of_modules_and_public_classes_are_found() -> None:
     assert sorted(finding.key for finding in result) == [("name", "One"), ("name", "a")]
 
 
-def test_keyword_only_parameters_few_fields_and_lines_up_to_the_limit_are_allowed() -> None:
+def test_code_within_the_limits_is_allowed() -> None:
     texts = {
         "runner/base/a.py": "def f(a, b, c, d, e, f, *, g, h): ...\nclass A:\n    def g(self, a, b, c, d, e, f): ...",
         "runner/base/b.py": f"class B:\n{FIELDS}",
@@ -61,7 +61,7 @@ def test_keyword_only_parameters_few_fields_and_lines_up_to_the_limit_are_allowe
     assert list(findings([parse(path, text) for path, text in texts.items()])) == []
 
 
-def test_imports_inside_functions_count_except_in_commands() -> None:
+def test_local_imports_count_except_in_commands() -> None:
     late = "def f():\n    import a\n    def g():\n        from b import c, d\n"
     modules = [parse("runner/base/a.py", late * MAX_LATE), parse("runner/commands/b.py", late)]
     (found,) = late_imports(modules)

@@ -75,9 +75,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("rule", "source"), [(rule, each) for rule, found in PLANTED.items() for each in found])
-def test_a_planted_violation_is_found(
-    rule: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_violation_is_found(rule: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_planted.py").write_text(source)
     assert lint_tests.main([str(tmp_path)]) == 1
     messages = {line.split(": ")[1] for line in capsys.readouterr().out.splitlines()}
@@ -108,7 +106,7 @@ def test_an_exception_must_name_its_rule_and_a_reason(comment: str, code: int, a
     assert lint_tests.main([str(tmp_path)]) == code
 
 
-def test_each_documented_rule_has_a_planted_violation() -> None:
+def test_each_documented_rule_is_tested() -> None:
     rules = [
         line.split()[0] for line in (lint_tests.__doc__ or "").partition("Rules:\n\n")[2].split("\n\n")[0].splitlines()
     ]

@@ -42,7 +42,7 @@ def test_each_target_has_mutants(target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RESTORING))
-def test_each_restoring_function_has_statements_that_can_be_removed(name: str) -> None:
+def test_restoring_functions_have_removable_statements(name: str) -> None:
     owners = {
         mutant.function for mutant in every_mutant() if mutant.operator == "not restored"
         and name in (mutant.function.rpartition(".")[2], f"{Path(mutant.path).stem}.{mutant.function}")
@@ -52,7 +52,7 @@ def test_each_restoring_function_has_statements_that_can_be_removed(name: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "old", "new"), BY_HAND)
-def test_each_handwritten_change_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
+def test_each_handwritten_change_is_one_valid_mutant(path: str, old: str, new: str) -> None:
     source = (ROOT / path).read_text()
     result = [
         mutant for mutant in every_mutant() if (mutant.path, mutant.before, mutant.after) == (path, old, new)
@@ -64,7 +64,7 @@ def test_each_handwritten_change_is_one_mutant_that_compiles(path: str, old: str
 
 
 @pytest.mark.slow
-def test_every_field_with_a_listed_fresh_value_is_saved_in_checkpoints() -> None:
+def test_fields_with_fresh_values_are_in_checkpoints() -> None:
     saved = {
         key.value for path in target_files(ROOT) for node, _, function in places(ast.parse((ROOT / path).read_text()))
         if function == SAVING and isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)
@@ -86,7 +86,7 @@ def test_preferred_tests_exist(test: str) -> None:
     assert f"def {name}" in (ROOT / file).read_text()
 
 
-def test_a_module_without_a_test_file_is_mirrored_by_the_closest_folder(tmp_path: Path) -> None:
+def test_the_closest_folder_mirrors_an_untested_module(tmp_path: Path) -> None:
     (tmp_path / "tests/base").mkdir(parents=True)
     (tmp_path / "tests/base/test_batch.py").touch()
     assert mirror_of(tmp_path, "runner/base/batch.py") == "tests/base/test_batch.py"

@@ -32,7 +32,7 @@ FRAGMENTS = sorted(path for path in (ROOT / "changelog.d").iterdir() if path.nam
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/measure/*.py")), ids=lambda path: path.stem)
 def test_scripts_import_only_existing_names(path: Path) -> None:
-    """Most are not executed by any test: measurements take minutes."""
+    """No test executes most of them, because measurements take minutes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("runner", "tests"):
             module = importlib.import_module(node.module)
@@ -54,7 +54,7 @@ def test_the_version_is_written_once(capsys: pytest.CaptureFixture[str]) -> None
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", runner.__version__)
 
 
-def test_the_licence_is_the_same_everywhere() -> None:
+def test_all_licence_statements_agree() -> None:
     first, _, holder, *_ = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
     assert first == "MIT License"
     assert re.fullmatch(rf"Copyright \(c\) \d{{4}} {re.escape(HOLDER)}", holder)
@@ -97,10 +97,10 @@ def plain(name: str) -> str:
 def test_changelog_fragments_have_a_known_kind() -> None:
     for path in FRAGMENTS:
         name = re.fullmatch(r"\+[a-z0-9-]+\.(\w+)\.md", path.name)
-        assert name, f"{path.name}: named +what.added.md"
+        assert name, f"{path.name}: must be named like +what.added.md"
         assert name[1] in PROJECT["tool"]["towncrier"]["fragment"], path.name
         text = path.read_text(encoding="utf-8")
-        assert re.fullmatch(r"\S.*\.\n", text), f"{path.name}: one line that ends with a full stop"
+        assert re.fullmatch(r"\S.*\.\n", text), f"{path.name}: must be one line that ends with a full stop"
 
 
 def test_the_changelog_has_the_release_marker() -> None:
@@ -138,7 +138,7 @@ def test_pre_commit_hooks_match_the_check_script() -> None:
     assert all(hook["pass_filenames"] is False for hook in repository["hooks"])
 
 
-def test_editorconfig_and_the_formatter_have_the_same_line_length() -> None:
+def test_editorconfig_has_the_line_length_of_the_formatter() -> None:
     parser = configparser.ConfigParser()
     parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text(encoding="utf-8"))
     assert parser["top"]["root"] == "true"
@@ -156,7 +156,7 @@ def instructions(name: str = "Dockerfile") -> list[tuple[str, str]]:
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
-def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
+def test_image_is_pinned_and_does_not_run_as_root() -> None:
     result = instructions()
     arguments = dict(rest.partition("=")[::2] for word, rest in result if word == "ARG")
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["BASE"])
@@ -168,7 +168,7 @@ def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
     assert ("ENTRYPOINT", '["accel-run"]') in result
 
 
-def test_the_image_contains_the_compilers_that_torch_compile_needs() -> None:
+def test_image_has_the_compilers_for_torch_compile() -> None:
     """Debian's g++ depends on gcc, which Triton's launchers need; Python's images have Python.h."""
     arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
     assert "g++" in shlex.split(arguments["PACKAGES"].strip('"'))
@@ -187,7 +187,7 @@ def test_packages_of_the_image_are_pinned() -> None:
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_image_contains_only_required_files_and_no_secret() -> None:
+def test_image_contains_only_required_files() -> None:
     result = instructions()
     assert not [
         rest for word, rest in result if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)

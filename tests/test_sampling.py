@@ -85,7 +85,7 @@ def collected(file: Path, test: str = "", marks: str = "") -> Collected:
     return result
 
 
-def test_the_given_number_of_sampled_cases_runs(file: Path) -> None:
+def test_the_requested_number_of_cases_is_sampled(file: Path) -> None:
     result = collected(file)
     assert len(result.of("test_matrix")) == 3
     assert result.of("test_small") == ["test_small[0]", "test_small[1]"]
@@ -104,7 +104,7 @@ def test_slow_cases_and_tests_run_on_request(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_of_cases_depends_on_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_cases_depend_on_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = collected(file).names
     assert collected(file).names == first
     chosen = set()
@@ -123,14 +123,12 @@ def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
-def test_a_case_that_is_named_on_the_command_line_runs(case: str, file: Path) -> None:
+def test_a_case_named_on_the_command_line_runs(case: str, file: Path) -> None:
     assert collected(file, f"::{case}").names == [case]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_value_of_a_parameter_is_in_some_chosen_case(
-    seed: int, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_cover_each_parameter_value(seed: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "SEED", seed)
     selected = collected(file)
     chosen = [name[len("test_product[") : -1].split("-") for name in selected.of("test_product")]

@@ -1,4 +1,4 @@
-"""Tests that run in workers are reported as if they ran in pytest's own process."""
+"""Tests in workers are reported as if they ran in the process of pytest."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 @pytest.mark.slow
-def test_the_session_reports_outcomes_and_errors_of_tests_in_workers(session: Any) -> None:
+def test_outcomes_and_errors_in_workers_are_reported(session: Any) -> None:
     outcomes = {name: outcome for name, (outcome, _) in session.found.items()}
     assert outcomes["test_good.py::test_one"] == outcomes["test_good.py::test_two"] == "passed"
     assert outcomes["test_bad.py::test_fails"] == "failed"
@@ -74,7 +74,7 @@ def test_the_session_reports_outcomes_and_errors_of_tests_in_workers(session: An
 
 
 @pytest.mark.slow
-def test_if_a_test_kills_its_process_it_fails_and_other_files_still_run(session: Any) -> None:
+def test_other_files_run_if_a_test_kills_its_worker(session: Any) -> None:
     outcome, text = session.found["test_dies.py::test_dies"]
     assert outcome == "failed"
     assert "code 3" in text
@@ -82,7 +82,7 @@ def test_if_a_test_kills_its_process_it_fails_and_other_files_still_run(session:
     assert session.code == pytest.ExitCode.TESTS_FAILED
 
 
-def test_each_file_runs_once_in_a_process_separate_from_the_session(session: Any) -> None:
+def test_each_file_runs_once_in_a_worker(session: Any) -> None:
     assert sorted(name for name, _, _ in session.log) == sorted(FILES)
     assert len({parent for _, _, parent in session.log}) == 1
     assert len({pid for _, pid, _ in session.log}) == 2

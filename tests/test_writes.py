@@ -18,71 +18,71 @@ SYSTEM = "runner/durable/system.py"  # a thin wrapper of system calls
 PLACES: dict[tuple[str, str, str], str] = {
     # In the run directory: files that no run resumes from, and that must never end a run.
     ("runner/durable/files.py", "__init__", "os.open"): "the lock file: its descriptor is the lock",
-    ("runner/durable/files.py", "__init__", "os.ftruncate"): "the note in the lock file, for people",
-    ("runner/durable/files.py", "__init__", "os.write"): "the note in the lock file, for people",
-    ("runner/records/events.py", "__init__", "os.open"): "console.log and events.jsonl, to which lines are appended, each in one write; opened through no link",
-    ("runner/records/events.py", "__init__", "os.replace"): "a log of more than 16 MiB is put aside when it is opened",
-    ("runner/records/events.py", "__init__", "os.write"): "the end of a line that a crash left without one",
-    ("runner/records/events.py", "append", "os.write"): "a line; one that is lost is counted, and the run goes on",
-    ("runner/monitor/samples_file.py", "_open", "os.open"): "gpu.csv, to which lines are appended, each in one write; opened through no link",
-    ("runner/monitor/samples_file.py", "_write", "os.write"): "a line; after the first that is lost no more are written, and the run goes on",
-    ("runner/monitor/samples_file.py", "_write", "os.ftruncate"): "half a line, where the disk had no room for the other half",
-    ("runner/monitor/gpu_stats.py", "_reserve_path", ".mkdir"): "the folder that the caller of GPUStats named",
-    ("runner/monitor/gpu_stats.py", "_reserve_path", ".touch"): "gpu.csv in it, a new one each time",
-    ("runner/monitor/gpu_stats.py", "_replace", "os.open"): "monitor.json beside it, under another name until it is whole",
-    ("runner/monitor/gpu_stats.py", "_replace", "os.fdopen"): "in it, the descriptor of the line above",
-    ("runner/monitor/gpu_stats.py", "_replace", ".replace"): "monitor.json takes its name, in place of a link too",
-    ("runner/monitor/gpu_stats.py", "_replace", ".unlink"): "what of it could not be written",
-    ("runner/monitor/gpu_stats.py", "plot_stats", ".mkdir"): "a folder for pictures beside it",
-    ("runner/trained/export_model.py", "export", "tempfile.TemporaryDirectory"): "writers of other libraries follow links, so that they write where nobody else does; swept after a crash",
-    ("runner/trained/export_model.py", "_save_and_load", "safetensors.torch.save_model"): "into the folder of the line above",
-    ("runner/launch/slurm.py", "_submit_job", ".unlink"): "scripts that submitit wrote for a job that was refused",
-    ("runner/launch/slurm.py", "_submit_job", ".rmdir"): "the empty folder of a run that never was",
+    ("runner/durable/files.py", "__init__", "os.ftruncate"): "the text in the lock file, for users",
+    ("runner/durable/files.py", "__init__", "os.write"): "the text in the lock file, for users",
+    ("runner/records/events.py", "__init__", "os.open"): "console.log and events.jsonl, which are appended to, one write per line; opened without following links",
+    ("runner/records/events.py", "__init__", "os.replace"): "renames a log of more than 16 MiB when it is opened",
+    ("runner/records/events.py", "__init__", "os.write"): "the newline that a line lacks after a crash",
+    ("runner/records/events.py", "append", "os.write"): "a line; the run continues if one is lost, and counts it",
+    ("runner/monitor/samples_file.py", "_open", "os.open"): "gpu.csv, which is appended to, one write per line; opened without following links",
+    ("runner/monitor/samples_file.py", "_write", "os.write"): "a line; if one is lost, no more are written and the run continues",
+    ("runner/monitor/samples_file.py", "_write", "os.ftruncate"): "removes an incomplete line if the disk is full",
+    ("runner/monitor/gpu_stats.py", "_reserve_path", ".mkdir"): "the folder that the caller of GPUStats chose",
+    ("runner/monitor/gpu_stats.py", "_reserve_path", ".touch"): "a new gpu.csv in it each time",
+    ("runner/monitor/gpu_stats.py", "_replace", "os.open"): "monitor.json beside it, under a temporary name until it is complete",
+    ("runner/monitor/gpu_stats.py", "_replace", "os.fdopen"): "the descriptor of the line above",
+    ("runner/monitor/gpu_stats.py", "_replace", ".replace"): "renames the temporary file to monitor.json, which replaces a link",
+    ("runner/monitor/gpu_stats.py", "_replace", ".unlink"): "removes the temporary file after an error",
+    ("runner/monitor/gpu_stats.py", "plot_stats", ".mkdir"): "a folder for plots beside it",
+    ("runner/trained/export_model.py", "export", "tempfile.TemporaryDirectory"): "writers of other libraries follow links, so they write to a private folder; removed after a crash",
+    ("runner/trained/export_model.py", "_save_and_load", "safetensors.torch.save_model"): "writes to the folder of the line above",
+    ("runner/launch/slurm.py", "_submit_job", ".unlink"): "scripts that submitit wrote for a rejected job",
+    ("runner/launch/slurm.py", "_submit_job", ".rmdir"): "the empty folder of a run that does not exist",
     ("runner/durable/mirror_store.py", "_open", ".open"): "a file in object storage, to read it",
-    # In the private folder in TMPDIR that the processes of one start share; it is removed when they end.
+    # In the private folder in TMPDIR that the processes of one command share; removed when they end.
     ("runner/host/scratch.py", "_create_locked", "tempfile.mkdtemp"): "the folder itself",
-    ("runner/host/scratch.py", "check_compile_cache", ".mkdir"): "the folder of compiled code that the user names",
-    ("runner/host/scratch.py", "check_compile_cache", "tempfile.TemporaryFile"): "in it, without a name",
+    ("runner/host/scratch.py", "check_compile_cache", ".mkdir"): "the folder of compiled code that the user chose",
+    ("runner/host/scratch.py", "check_compile_cache", "tempfile.TemporaryFile"): "an unnamed file in it",
     ("runner/host/scratch.py", "_create_private", ".mkdir"): "the folder of compiled code, of mode 0700",
-    ("runner/host/scratch.py", "_create_private", ".chmod"): "the same folder, where it was made with another mode",
-    ("runner/host/scratch.py", "_remove_stale", "shutil.rmtree"): "folders of starts that were killed",
-    ("runner/host/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, at the end",
-    ("runner/tools/measure/compare.py", "_discard", "shutil.rmtree"): "runs of trials that are over, in the folder of a start",
-    ("runner/engine/hooks/attribute_check.py", "_copy", "numpy.memmap"): "a type that is recognized, and not copied",
-    ("runner/engine/process/watchdog.py", "_end_process", "shutil.rmtree"): "the folder itself, where a hang ends the process at once",
+    ("runner/host/scratch.py", "_create_private", ".chmod"): "sets the mode of an existing folder",
+    ("runner/host/scratch.py", "_remove_stale", "shutil.rmtree"): "folders of killed commands",
+    ("runner/host/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, when the command ends",
+    ("runner/tools/measure/compare.py", "_discard", "shutil.rmtree"): "runs of ended trials, in the folder of the command",
+    ("runner/engine/hooks/attribute_check.py", "_copy", "numpy.memmap"): "only an isinstance check; such arrays are not copied",
+    ("runner/engine/process/watchdog.py", "_end_process", "shutil.rmtree"): "the folder itself, when a hang ends the process immediately",
     ("runner/host/heartbeat.py", "__init__", "os.open"): "memory that two processes share",
     ("runner/host/heartbeat.py", "__init__", "os.ftruncate"): "memory that two processes share",
-    ("runner/host/stacks.py", "dump_on_signal", "os.open"): "where a process puts its stacks, in a signal handler",
-    ("runner/host/stacks.py", "request_stacks", ".write_bytes"): "the stacks of the question before are gone",
+    ("runner/host/stacks.py", "dump_on_signal", "os.open"): "the file to which a signal handler writes stacks",
+    ("runner/host/stacks.py", "request_stacks", ".write_bytes"): "removes the stacks of the previous request",
     ("runner/launch/rank_process.py", "run_rank_process", ".write_text"): "the report of a rank to its supervisor",
-    ("runner/launch/rank_process.py", "_set_up", "os.open"): "where faulthandler writes when Python crashes",
-    ("runner/tools/measure/fork_server.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a cell writes to standard error",
-    ("runner/tools/doctor/isolated_check.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a check prints",
-    ("runner/tools/doctor/storage.py", "disk", "tempfile.TemporaryFile"): "without a name: tests writing and fsync",
-    ("runner/tools/doctor/examine.py", "leave", "shutil.rmtree"): "the folder itself, where a signal ends the process at once",
-    ("runner/profiling/instruments.py", "_export_trace", "tempfile.TemporaryDirectory"): "in it, for the trace",
-    ("runner/profiling/instruments.py", "_export_trace", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",
+    ("runner/launch/rank_process.py", "_set_up", "os.open"): "the file to which faulthandler writes when Python crashes",
+    ("runner/tools/measure/fork_server.py", "__init__", "tempfile.TemporaryFile"): "an unnamed file for the standard error of a variant",
+    ("runner/tools/doctor/isolated_check.py", "__init__", "tempfile.TemporaryFile"): "an unnamed file for the output of a check",
+    ("runner/tools/doctor/storage.py", "disk", "tempfile.TemporaryFile"): "an unnamed file, to test writing and fsync",
+    ("runner/tools/doctor/examine.py", "leave", "shutil.rmtree"): "the folder itself, when a signal ends the process immediately",
+    ("runner/profiling/instruments.py", "_export_trace", "tempfile.TemporaryDirectory"): "a folder for the trace in it",
+    ("runner/profiling/instruments.py", "_export_trace", ".export_chrome_trace"): "torch can only write to a path; the caller gets the content",
     # Elsewhere.
     ("runner/tools/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
     ("runner/base/picture.py", "encode_png", ".savefig"): "into memory",
     ("runner/tools/report/svg.py", "render_svg", ".savefig"): "into memory",
     ("runner/trained/infer.py", "_encode", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
-    ("runner/host/output.py", "open_closed_streams", "os.open"): "/dev/null, for a standard stream that is closed",
+    ("runner/host/output.py", "open_closed_streams", "os.open"): "/dev/null, instead of a closed standard stream",
     ("runner/host/output.py", "open_closed_streams", "os.fdopen"): "the same",
     ("runner/host/output.py", "_reopen_nonblocking", "os.open"): "the terminal or pipe behind standard output, without blocking",
     ("runner/host/output.py", "write_if_ready", "os.write"): "standard error, in a signal handler",
     ("runner/host/output.py", "write_nonblocking", "os.write"): "standard output and standard error",
     ("runner/host/output.py", "write_chunks", "os.write"): "the same",
-    ("runner/host/output.py", "_write_all", "os.write"): "the same, where they are files",
+    ("runner/host/output.py", "_write_all", "os.write"): "the same, if they are files",
     ("runner/engine/process/watchdog.py", "_leave", "os.write"): "standard error, where another thread may hold its lock",
     ("runner/engine/process/watchdog.py", "_report", "os.write"): "standard error, where another thread may hold its lock",
-    ("runner/profiling/peak_memory.py", "restart_host_peak", ".write_text"): "a switch of the kernel in /proc",
+    ("runner/profiling/peak_memory.py", "restart_host_peak", ".write_text"): "a file in /proc that resets the peak memory",
     ("runner/host/command_process.py", "send_error", "os.fdopen"): "a pipe to the process that started this one",
     ("runner/engine/parts/weights.py", "load_initial_weights", ".rename"): "the setting weights.rename, which is no call",
     ("runner/engine/parts/weights.py", "check_names", ".rename"): "the setting weights.rename, which is no call",
-    ("runner/trained/pickle_import.py", "publish", "os.link"): "the file that the user named gets its name only where nothing has it",
-    ("runner/commands/new.py", "run", ".open"): "the task that the user asked for, where it was asked for, over no file that is there",
+    ("runner/trained/pickle_import.py", "publish", "os.link"): "gives the new file the name that the user chose, unless it exists",
+    ("runner/commands/new.py", "run", ".open"): "the task file that the user requested; never replaces an existing file",
 }  # fmt: skip
 
 OF_MODULES = {
@@ -193,12 +193,12 @@ def is_of_module(dotted: str) -> bool:
 
 
 def is_class(root: str, rest: str) -> bool:
-    """Return whether it is a method of a class, as in `Path.unlink`, and not a function of a module."""
+    """Return whether the name is a method of a class, as in `Path.unlink`, not a function of a module."""
     return root[:1].isupper() and rest in METHODS
 
 
 def may_be(call: ast.Call, name: str, file: str) -> bool:
-    """Return whether the call changes no file, or is the one allowed way to change files."""
+    """Return whether the call changes no file, or changes it in the one allowed way."""
     if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "_system":
         return file == "runner/durable/files.py"
     if name in ("os.open", "os.fdopen") or name.rpartition(".")[2] == "open":
@@ -207,7 +207,7 @@ def may_be(call: ast.Call, name: str, file: str) -> bool:
 
 
 @pytest.mark.slow
-def test_files_are_written_only_at_the_listed_places() -> None:
+def test_files_are_written_only_at_listed_places() -> None:
     result = {
         place
         for path in FILES
@@ -215,8 +215,8 @@ def test_files_are_written_only_at_the_listed_places() -> None:
         for place in found_in(path.read_text(encoding="utf-8"), file)
     }
     assert not result - PLACES.keys(), (
-        f"{sorted(result - PLACES.keys())}: write it with RunDirectory.write, files.atomic_write or files.AppendLog, take "
-        "one away with files.remove; or name the place here with its reason"
+        f"{sorted(result - PLACES.keys())}: use RunDirectory.write, files.atomic_write, files.AppendLog or "
+        "files.remove, or list the place here with its reason"
     )
     assert not PLACES.keys() - result, f"listed here, but no longer in the code: {sorted(PLACES.keys() - result)}"
 
@@ -234,7 +234,7 @@ def test_files_are_written_only_at_the_listed_places() -> None:
      "import os\nos.fsencode(path.rename(other))", "import os\nos.open(path.replace(other), os.O_RDONLY)", "_system.unlink(path)",
      "from safetensors.torch import save_file\nsave_file(tensors, path)", "figure.savefig(path)"],
 )  # fmt: skip
-def test_the_check_detects_each_way_to_write_a_file(source: str) -> None:
+def test_each_way_to_write_a_file_is_detected(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 
@@ -245,5 +245,5 @@ def test_the_check_detects_each_way_to_write_a_file(source: str) -> None:
      "import shutil\nshutil.which('gcc')", "import tempfile\ntempfile.gettempdir()", "import os\nos.fdopen(descriptor, 'rb')",
      "from runner.durable.files import rename\nrename(a, b)", "from runner.durable import files\nfiles.rename(a, b)", "path.read_text()"],
 )  # fmt: skip
-def test_the_check_ignores_calls_that_write_nothing(source: str) -> None:
+def test_reading_calls_are_ignored(source: str) -> None:
     assert not found_in(source, "somewhere.py")

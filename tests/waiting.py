@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-# Code to run before a command of the fork server: its training waits until each checkpoint is written.
+# Code to run before a command of the fork server, so that training waits until each checkpoint is written.
 ON_DISK_AT_ONCE = """
 from runner.durable.checkpoint_writer import CheckpointWriter
 submit = CheckpointWriter.submit
@@ -21,7 +21,7 @@ CheckpointWriter.submit = submit_and_wait
 
 
 def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float = 120.0) -> Found:
-    """Call `condition` until it returns something true, and return that.
+    """Call `condition` until it returns a true value, and return that value.
 
     The timeout only ends a test that would hang: no result depends on how long something takes.
     Raises AssertionError naming `what` after `timeout_s` seconds.
@@ -31,12 +31,12 @@ def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float 
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what or condition}")
-        # Poll less often the longer it takes: polling takes CPU time from the process that is waited for.
+        # Poll less often over time, because polling takes CPU time from the awaited process.
         time.sleep(min(0.005 + waited_s / 20, 0.2))  # lint-tests: sleep: polling interval; no order depends on it
     return result
 
 
 def until_asked_to_stop() -> None:
-    """Block in the task of a run until the run has received the stop signal and its handler has run."""
+    """Block inside a task until the run has received the stop signal and its handler has run."""
     handler: Any = signal.getsignal(signal.SIGUSR1)
     wait_until(lambda: handler.__self__.requested, "a signal")

@@ -37,7 +37,7 @@ def rows(first: int, last: int) -> list[dict[str, Any]]:
 
 
 def log_all(tracker: Tracker, given: list[dict[str, Any]]) -> float:
-    """Log the rows and return the longest time one of them took."""
+    """Log the rows and return the longest time that one of them took."""
     longest = 0.0
     for row in given:
         began = time.perf_counter()
@@ -67,11 +67,11 @@ def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[in
 
 
 class Server:
-    """The part of a wandb server that one run needs; keeps the received rows.
+    """The part of a wandb server that one run needs. Keeps the received rows.
 
     delay_s    seconds before each response
     lives_for  number of requests after which it closes connections without a response; None: never
-    mood       draws the response to the next request: status (0: close the connection) and delay in seconds
+    mood       function that returns the status of the next response (0: close the connection) and its delay in seconds
     """
 
     def __init__(

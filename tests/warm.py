@@ -26,7 +26,7 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     composed()
-    compose(Request(TYPICAL))  # Hydra's parser learns its grammar from what it parses: 0.1 s
+    compose(Request(TYPICAL))  # fills the caches of Hydra's parser, which takes 0.1 s
     get_overhead("cpu", None)  # reads a file
     fingerprint_code(PACKAGE / "cli.py")  # examines all loaded modules
     freeze()
@@ -35,7 +35,7 @@ def warm() -> None:
 def freeze() -> None:
     """Prepare the memory of this process for forks, which then take less time."""
     gc.collect()
-    gc.freeze()  # else the first garbage collection of each fork writes to, and so copies, the shared pages
+    gc.freeze()  # otherwise, the first garbage collection of each fork would copy shared pages by writing to them
     _use_huge_pages()
 
 
@@ -50,7 +50,7 @@ def _use_huge_pages() -> None:
 
 
 def import_all() -> None:
-    """Import everything that a run imports, for this process and its forks, which draw pictures coarsely."""
+    """Import everything that a run imports, for this process and its forks; they draw pictures coarsely."""
     for name in IMPORTED:
         importlib.import_module(name)
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.profiler._cupti_monitor"):

@@ -26,8 +26,8 @@ from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.forked import StandIn
 
 Files = Sequence[Sequence[pytest.Item]]
-NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read; the pipe has room for 32,768
-SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # stash key in the configuration; each worker has a twin
+NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read and that holds 32,768 numbers
+SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # key in the stash of the configuration; each worker has a twin
 STAND_IN: pytest.StashKey[list[str]] = pytest.StashKey()  # pipes of a worker's twin of the server on the stand-in
 
 
@@ -106,11 +106,11 @@ class Worker:
 
     @property
     def channels(self) -> list[Any]:
-        """Connections that are readable when there is something to report."""
+        """Connections that are readable when there are results to report."""
         return [self._reports, self._end] if self.runs else []
 
     def report(self) -> None:
-        """Report the results that the process has sent; if it died, fail its current test."""
+        """Report the results that the process has sent. If it died, fail its current test."""
         if not self.runs:
             return
         has_ended = bool(wait([self._end], 0))
