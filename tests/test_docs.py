@@ -150,7 +150,7 @@ def _settings(args: list[str]) -> None:
 
 
 def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
-    """For each key that the default option lacks, yield an option that has it (averaging=ema for averaging.evaluate)."""
+    """For each key that the default option lacks, yield one that has it (averaging=ema for averaging.evaluate)."""
     for word in typed:
         group, _, name = word.partition("=")[0].partition(".")
         default = find_signature(group, shipped_options()[group]) if group in AXES and name else None

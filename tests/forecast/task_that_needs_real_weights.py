@@ -1,4 +1,4 @@
-"""A task with a phase of kind fit whose constructor reads values of its weights."""
+"""A task whose constructor reads values of its weights, with a phase of kind fit."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class Mean(Fit):
         return {}
 
 
-class Checked(Task):
+class ChecksWeights(Task):
     def __init__(self):
         self.model = nn.Linear(8, 8)
         self.sum = self.model.weight.detach().numpy().sum()  # needs real weights
@@ -39,4 +39,4 @@ class Checked(Task):
 
 
 def build():
-    return Checked()
+    return ChecksWeights()

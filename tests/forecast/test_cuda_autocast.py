@@ -1,4 +1,4 @@
-"""Fake tensors on a CPU are cast as by CUDA autocast."""
+"""Fake tensors on a CPU are cast to the same dtypes as under CUDA autocast."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def make_weight(run, dtype=torch.float32):
     ("call", "dtype"),
     [
         pytest.param(F.linear, HALF, id="linear"),
-        pytest.param(lambda x, weight: F.relu(x @ weight), HALF, id="follows its input"),
+        pytest.param(lambda x, weight: F.relu(x @ weight), HALF, id="dtype of the input"),
         pytest.param(lambda x, weight: F.layer_norm(x @ weight, (8,)), torch.float32, id="norm"),
         pytest.param(lambda x, weight: F.softmax(x @ weight, -1), torch.float32, id="softmax"),
         pytest.param(lambda x, weight: (x @ weight).sum(0), torch.float32, id="sum"),
@@ -41,7 +41,7 @@ def make_weight(run, dtype=torch.float32):
         pytest.param(without_autocast, torch.float32, id="disabled"),
     ],
 )
-def test_functions_are_cast_as_on_a_gpu(run, call, dtype):
+def test_results_have_the_dtype_of_cuda_autocast(run, call, dtype):
     x, weight = torch.ones(4, 8), make_weight(run)
     with CudaAutocastMode(), torch.autocast("cpu", HALF):
         result = call(x, weight)

@@ -1,4 +1,4 @@
-"""An operation with cached outputs is traced like a computed one."""
+"""Operations with cached outputs are traced like computed ones."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def _numbers_that_are_equal(weights: nn.ParameterList, x: Tensor) -> object:
 def _in_place(weights: nn.ParameterList, x: Tensor) -> object:
     made = F.linear(x, weights[0])
     made[:, 1:3].mul_(2).add_(1)
-    x.add_(made[:, :8])  # data that a result is written into loses its known value
+    x.add_(made[:, :8])  # a tensor that an operation writes to loses its known values
     return made.relu_(), x, x.view(-1)[3:]
 
 
@@ -74,7 +74,7 @@ def _fused_update(weights: nn.ParameterList, x: Tensor) -> object:
 
 
 def _devices(weights: nn.ParameterList, x: Tensor) -> object:
-    """Layers of other pipeline stages are on the meta device and take no memory here."""
+    """Layers of other pipeline stages are on the meta device and need no memory."""
     made = F.linear(x, weights[0])
     elsewhere = made.to("meta")
     return made.detach() * 2, made.t(), elsewhere.detach() * 2, elsewhere.t()
@@ -103,7 +103,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def traced(operations: Operations, cached: bool) -> object:
-    """Return metadata and shared storages of the results of three passes, and what the recorder recorded."""
+    """Return the metadata and shared storages of the results of three passes, and the recorded values."""
     recorder, result = AllocationRecorder(), []
     run = FakeRun(recorder, cached=cached)
     with run:
@@ -159,8 +159,8 @@ def test_cached_operations_are_traced_like_computed_ones(operations: Operations)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
-def test_operations_that_torch_decomposes_are_traced_like_computed_ones(dtype: torch.dtype, affine: bool) -> None:
-    """Grid samples, and gradients of a group norm with float32 weights, as autocast passes them."""
+def test_decomposed_operations_are_traced_like_computed_ones(dtype: torch.dtype, affine: bool) -> None:
+    """Grid samples, and gradients of a group norm with float32 weights, which autocast passes."""
 
     def compute() -> list[Tensor]:
         norm = nn.GroupNorm(2, 4, affine=affine)
@@ -181,7 +181,7 @@ def test_operations_that_torch_decomposes_are_traced_like_computed_ones(dtype: t
 
 
 def test_device_queries_are_not_counted_as_operations() -> None:
-    """The engine queries the device of every gradient, which reads no memory."""
+    """The autograd engine queries the device of every gradient, which reads no memory."""
     recorder = AllocationRecorder()
     run = FakeRun(recorder)
     with run:
@@ -192,7 +192,7 @@ def test_device_queries_are_not_counted_as_operations() -> None:
     assert not recorder.work
 
 
-def test_only_a_tensor_that_is_written_to_loses_its_known_values() -> None:
+def test_only_modified_tensors_lose_their_known_values() -> None:
     run = FakeRun(AllocationRecorder())
     with run:
         with run.fake_parameters():
@@ -221,14 +221,14 @@ def test_bytes_of_products_are_counted_separately(cached: bool) -> None:
 
 
 def test_each_operation_is_cached_once() -> None:
-    """Entries in the cache of torch, which all fake modes share, would take as long as the operations themselves."""
+    """Adding them to the cache of torch, which all fake modes share, would take as long as the operations."""
     before = FakeTensorMode.cache_info()
     traced(_norms, cached=True)
     assert FakeTensorMode.cache_info() == before
 
 
-def test_operations_into_which_others_are_decomposed_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two gradients of a group norm differ in which of them are needed, but consist of the same operations."""
+def test_parts_of_decomposed_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward passes of a group norm that need different gradients consist of the same operations."""
     computed: list[object] = []
     dispatch = FakeTensorMode.dispatch
 

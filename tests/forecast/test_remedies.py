@@ -1,4 +1,4 @@
-"""Remedies for a run that does not fit: free ones are always tried, others are traced while time is left."""
+"""Remedies for a run that does not fit: those without cost are always tried, others are traced while time is left."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
 plan_here = partial(make_plan, inventory=HERE)
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) -> tuple[list[Any], list[Any], int]:
-    """Return the found and the untried remedies and the number of traces, if a trace takes `seconds`."""
+def find_remedies(
+    monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float
+) -> tuple[list[Any], list[Any], int]:
+    """Return the found remedies, the untried ones and the number of traces if a trace takes `seconds`."""
     asked: list[Any] = []
 
     def predict_needs(*given: Any) -> MemoryNeeds:
@@ -37,25 +39,25 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
 
 
 @pytest.mark.slow
-def test_remedies_beyond_the_time_limit_are_reported_as_untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
+def test_remedies_after_the_time_limit_are_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, untried, traces = find_remedies(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
     assert {change.overrides[0].partition("=")[0] for change in result} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
-    _, untried, traces = tried(monkeypatch, 0.1, 0.0)
+    _, untried, traces = find_remedies(monkeypatch, 0.1, 0.0)
     assert (untried, traces) == ([], 2)
 
 
-def test_recomputation_is_not_proposed_if_recomputing_all_blocks_would_not_suffice(
+def test_insufficient_recomputation_is_not_proposed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result, untried, traces = tried(monkeypatch, 0.5, 0.0)
+    result, untried, traces = find_remedies(monkeypatch, 0.5, 0.0)
     assert [change.overrides[0].partition("=")[0] for change in result] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
 def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, expected: str) -> None:
-    """A single process refuses a size that does not divide the batch unless the plan has chosen it."""
+    """A single process rejects a size that does not divide the batch, unless the plan has chosen it."""
     args = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
     held = plan(*args, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})).batch.micro_batch_size
     needs = MemoryNeeds({"train": demand(1, held, samples)})
@@ -69,8 +71,8 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
 
 
 @pytest.mark.parametrize("samples", [64, 61])
-def test_the_micro_batch_size_recommended_on_a_cpu_fits(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, `auto` does not depend on the memory, and 61 is a prime."""
+def test_the_recommended_micro_batch_size_fits_on_a_cpu(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, `auto` does not depend on memory. The batch size, 61, is a prime."""
     needs = MemoryNeeds({"train": demand(*range(1, samples + 1))})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
     args = (f"global_batch_size={samples}", "device=cpu", "memory=budget", "memory.limit_gib=10", "memory.recompute=[]")
@@ -84,8 +86,8 @@ def test_the_micro_batch_size_recommended_on_a_cpu_fits(samples: int, monkeypatc
     assert plan(*args, setting, needs=needs).memory[0].prediction.fits
 
 
-def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator may reserve more than interpolated; in this test, 9 samples do not fit."""
+def test_interpolated_sizes_are_verified_by_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may reserve more than interpolation predicts; here, 9 samples do not fit."""
     wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: MemoryNeeds({"train": exact}))
@@ -94,7 +96,7 @@ def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch
     assert ("micro_batch_size=8",) in [change.overrides for change in result]
 
 
-def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
+def test_fitting_micro_batches_are_traced() -> None:
     needs = MemoryNeeds({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
     asked, more = (
@@ -106,10 +108,10 @@ def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
     assert more == {("train", 64), ("train", fitting)}
 
 
-def test_an_unavailable_remedy_does_not_block_combinations_of_others(
+def test_unavailable_remedies_do_not_block_combinations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without bitsandbytes there are no 8-bit states; smaller micro-batches and checkpointing are enough."""
+    """Smaller micro-batches and checkpointing suffice without 8-bit states, which need bitsandbytes."""
     large = MemoryNeeds({"train": demand(1, 64, model_gib=14.6)})
 
     def predict_needs(configuration: Any, *_: Any) -> MemoryNeeds:
@@ -126,7 +128,7 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     assert "optimizer=adamw8bit" not in change.overrides
 
 
-def test_a_remedy_with_another_precision_is_timed_in_that_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_are_timed_in_their_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit matrix products are faster by the ratio in the profile."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
@@ -139,7 +141,7 @@ def test_a_remedy_with_another_precision_is_timed_in_that_precision(monkeypatch:
 
 
 def test_settings_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """memory=checkpoint is another option of the group of memory.fraction."""
+    """Both memory=checkpoint and the option that it replaces have the setting memory.fraction."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)
     args, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), MemoryNeeds({"train": demand(1, 64)})
@@ -156,4 +158,4 @@ def test_each_phase_is_traced_at_its_own_size() -> None:
     phases = {phase.name: phase.batch.micro_batch_size for phase in planned.selected if phase.kind == "train"}
     sizes = engine_needs.sizes_to_trace(planned, composed(*words), plan_here, MemoryNeeds({}), alternatives=False)
     assert sizes == set(phases.items())
-    assert len(set(phases.values())) > 1, "otherwise the phases need not be distinguished"
+    assert len(set(phases.values())) > 1, "the phases must differ"

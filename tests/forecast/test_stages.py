@@ -1,4 +1,4 @@
-"""parallelism.stages=auto: a pipeline is traced with each number of stages that can hold the layers."""
+"""parallelism.stages=auto traces a pipeline with each possible number of stages."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def on_gpus(file: Path, *args: str) -> tuple[Configuration, Inventory]:
 
 
 @pytest.mark.parametrize(("error", "expected"), [("NotImplementedError", None), ("ConfigError(())", 0)])
-def test_layers_that_a_task_refuses_differ_from_layers_that_it_does_not_define(
-    file: Path, error: str, expected: int | None
-) -> None:
+def test_rejected_layers_differ_from_undefined_layers(file: Path, error: str, expected: int | None) -> None:
     layers = f"    def layers(self):\n        raise {error}\n"
     source = "from runner.base.errors import ConfigError\n" + LAYERED.replace(
         "\n\ndef build", f"\n{layers}\n\ndef build"
@@ -78,7 +76,7 @@ def stages_of(needs: MemoryNeeds) -> int:
     return len(needs.demands["train"].stages)
 
 
-def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -> None:
+def test_auto_traces_each_number_of_stages(file: Path) -> None:
     settings, there = on_gpus(file)
     needs = predict_needs(settings, there)
     assert set(needs.by_stages) == {2, 4}
@@ -112,7 +110,7 @@ def test_only_possible_numbers_of_stages_are_traced(file: Path, args: tuple[str,
     assert make_plan(settings, there, needs=needs).batch.stages == stages_of(needs)
 
 
-def test_a_traced_plan_has_the_same_stages_as_an_untraced_run_on_a_cpu(file: Path) -> None:
+def test_traced_and_untraced_cpu_plans_have_equal_stages(file: Path) -> None:
     settings = configuration(file, "device=cpu")
     assert not should_trace_memory(settings, HERE)
     needs = predict_needs(settings, HERE, alternatives=True)
@@ -121,7 +119,7 @@ def test_a_traced_plan_has_the_same_stages_as_an_untraced_run_on_a_cpu(file: Pat
 
 
 @pytest.mark.parametrize(("untraceable", "expected"), [({2}, {4}), ({4}, {2}), ({2, 4}, {4})])
-def test_a_number_of_stages_that_cannot_be_traced_is_chosen_only_if_there_is_no_other(
+def test_untraceable_numbers_of_stages_are_a_last_resort(
     file: Path, monkeypatch: pytest.MonkeyPatch, untraceable: set[int], expected: set[int]
 ) -> None:
     trace = StagePrediction.trace
@@ -141,7 +139,7 @@ def test_a_number_of_stages_that_cannot_be_traced_is_chosen_only_if_there_is_no_
     assert (MESSAGE in needs.demands["train"].why_not) != is_known
 
 
-def test_a_model_that_no_pipeline_can_hold_is_refused(file: Path) -> None:
+def test_a_model_with_one_layer_cannot_be_pipelined(file: Path) -> None:
     settings, there = on_gpus(file, "task.layers=1")
     with pytest.raises(ConfigError):
         predict_needs(settings, there)

@@ -1,4 +1,4 @@
-"""A trace computes no tensor whose values it does not need, and nothing is traced twice."""
+"""A trace computes only tensors whose values it needs, and traces nothing twice."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def build():
 
 
 class Computed(TorchDispatchMode):
-    """Record the number of elements of the largest tensor that is computed."""
+    """Records the number of elements of the largest computed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_dropout_masks_are_not_computed(tmp_path: Path) -> None:
     assert run_in_subprocess(largest_computed, configuration) < 8 * 4096
 
 
-def test_a_sufficient_memory_budget_needs_no_more_traces_than_no_budget(tmp_path: Path) -> None:
+def test_a_sufficient_budget_needs_no_more_traces(tmp_path: Path) -> None:
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
     args = ("micro_batch_size=8", "global_batch_size=16", "device=cpu")

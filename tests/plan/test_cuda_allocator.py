@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 12), SIZES), max_size=30)
 
 
 def events_of(steps: Steps) -> list[tuple[int, int]]:
-    """Return the steps as events: a block is allocated, or freed if it is allocated already."""
+    """Return the steps as events: a step allocates a block, or frees it if it is allocated."""
     there: set[int] = set()
     events = []
     for block, size in steps:
@@ -49,7 +49,7 @@ def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, alloc
 @given(STEPS, st.sampled_from(ALLOCATORS))
 @settings(max_examples=20)
 def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) -> None:
-    """Adjacent free blocks are merged, up to complete segments."""
+    """Adjacent free blocks of a segment are merged."""
     events = events_of(steps)
     freed = [*events, *((block, 0) for block in range(13))]
     again = [
@@ -69,28 +69,28 @@ def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) 
         ([3 * MIB] * 7, 21 * MIB, 40 * MIB),
         ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
         ([10 * MIB], 10 * MIB, 10 * MIB),
-        ([11 * MIB + 1], 12 * MIB, 12 * MIB),  # 1 MiB minus 512 bytes is too small for a split
+        ([11 * MIB + 1], 12 * MIB, 12 * MIB),  # 1 MiB minus 512 bytes is too small to be split off
         ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
     ],
 )
-def test_segments_have_the_sizes_that_torch_requests(sizes: list[int], allocated: int, reserved: int) -> None:
+def test_segments_have_the_sizes_of_torch(sizes: list[int], allocated: int, reserved: int) -> None:
     held = replay(list(enumerate(sizes)))
     assert (held.live, held.allocated, held.reserved) == (sum(sizes), allocated, reserved)
 
 
-def test_replaying_a_trace_gives_the_sizes_computed_by_hand() -> None:
-    """12 and 15 MiB fit into the freed 30 MiB, 2 MiB fit into the remaining 3, and 31 MiB need a new segment of 32."""
+def test_replayed_sizes_equal_those_computed_by_hand() -> None:
+    """12 and 15 MiB fit into the freed 30 MiB, 2 MiB into the remaining 3 MiB, and 31 MiB need a new segment."""
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
     held = replay(events)
-    assert held.reserved == (30 + 32) * m, "12 and 15 are neighbors, so together they hold 27"
-    assert held.allocated == (3 + 32 + 27) * m, "a remainder that is too small to be split belongs to the block"
+    assert held.reserved == (30 + 32) * m, "the freed 12 and 15 MiB are adjacent, so 27 MiB fit"
+    assert held.allocated == (3 + 32 + 27) * m, "a remainder that is too small to be split off belongs to the block"
 
 
-def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
+def test_expandable_segments_grow_by_pages() -> None:
     m, expandable = MIB, AllocatorSettings(expandable=True)
     assert replay([(0, 30 * m), (1, 30 * m)], expandable).reserved == 60 * m, "two pages, then one more for the rest"
-    assert replay([(0, 30 * m), (0, 0), (1, 50 * m)], expandable).reserved == 60 * m, "the free end is part of it"
+    assert replay([(0, 30 * m), (0, 0), (1, 50 * m)], expandable).reserved == 60 * m, "the free end is reused"
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
 
 

@@ -45,7 +45,7 @@ def test_branch_and_commit_are_recorded(git: Path) -> None:
     ["ref: ../../secret", "ref: refs/../../../secret", "ref: /etc/passwd", "ref: refs/heads/secret", "hunter2", "ref: ",
      "ref: refs/heads/link", "ref: refs/heads", "ref: refs/heads/large", f"{COMMIT}0", "ref: refs/heads/main\nhunter2"],
 )  # fmt: skip
-def test_contents_of_files_outside_the_repository_are_not_recorded(git: Path, head: str) -> None:
+def test_outside_files_are_not_recorded(git: Path, head: str) -> None:
     (git / "HEAD").write_text(f"{head}\n")
     (git / "refs" / "heads" / "secret").write_text("hunter2\n")
     (git / "refs" / "heads" / "link").symlink_to(git.parent.parent / "secret")
@@ -53,17 +53,15 @@ def test_contents_of_files_outside_the_repository_are_not_recorded(git: Path, he
     assert recorded() is None
 
 
-def test_a_head_that_is_a_link_is_not_followed(git: Path) -> None:
+def test_a_linked_head_is_not_followed(git: Path) -> None:
     (git / "HEAD").unlink()
     (git / "HEAD").symlink_to(git / "refs" / "heads" / "main")
     assert recorded() is None
 
 
 @pytest.mark.parametrize("inner", ["file", "empty folder", "broken symlink"])
-def test_a_checkout_inside_another_repository_does_not_record_the_outer_one(
-    inner: str, git: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The .git of a worktree or a submodule is a file."""
+def test_an_outer_repository_is_not_recorded(inner: str, git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `.git` of a worktree or submodule is a file."""
     folder = git.parent / "submodule"
     folder.mkdir()
     monkeypatch.chdir(folder)

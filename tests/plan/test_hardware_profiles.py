@@ -56,7 +56,7 @@ def test_the_documented_profiles_exist() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_profile_states_facts_and_selects_options_and_nothing_else(name: str) -> None:
+def test_a_profile_contains_only_facts_and_options(name: str) -> None:
     first_line = (CONF / "hardware" / f"{name}.yaml").read_text().splitlines()[0]
 
     assert first_line == "# @package _global_"
@@ -65,7 +65,7 @@ def test_a_profile_states_facts_and_selects_options_and_nothing_else(name: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_profile_selects_only_options_that_exist(name: str) -> None:
+def test_a_profile_selects_existing_options(name: str) -> None:
     for key, option in selected(name).items():
         assert key.startswith("override /"), f"{key} would add a group instead of selecting an option"
         group = key.removeprefix("override /")
@@ -92,7 +92,7 @@ def test_facts_of_a_profile_are_consistent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_selected_options_are_native_to_every_device_of_the_profile(name: str) -> None:
+def test_selected_options_are_native_to_all_devices(name: str) -> None:
     chosen = selected(name)
     for device in inventory_from_profile(profile(name)["hardware"]).devices:
         assert device.native_bf16 or chosen["override /precision"] != "bf16"
@@ -131,7 +131,7 @@ def test_the_profiles_auto_and_cpu_have_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_computed_facts_follow_from_their_formula(name: str) -> None:
+def test_computed_facts_match_their_formula(name: str) -> None:
     for device in devices(name):
         for fact, source in device.get("source", {}).items():
             formula = source.split(";")[0]
@@ -143,7 +143,7 @@ def test_computed_facts_follow_from_their_formula(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_profile_composes_and_the_command_line_overrides_it(tmp_path: Path) -> None:
+def test_the_command_line_overrides_every_profile(tmp_path: Path) -> None:
     for group, options in OPTIONS.items():
         for option in options:
             file = tmp_path / group / f"{option}.yaml"

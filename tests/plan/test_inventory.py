@@ -26,7 +26,7 @@ from runner.plan.inventory import (
 )
 from tests.nvml_stub import MIB, PAIR, T4, NvmlStub, as_text
 
-# Takes the inventory, then again with the GPUs of $THEN: in one process, because importing torch takes seconds.
+# Takes the inventory twice, the second time with the GPUs of $THEN. One process, because importing torch takes seconds.
 TAKE = """
 import collections, json, os, pathlib, sys
 import torch
@@ -42,7 +42,7 @@ print(json.dumps({"opened": opened, "started": started, "taken": taken}))
 """
 
 needs_a_cpu_build = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="this torch has CUDA, which does not ask the stub"
+    torch.version.cuda is not None, reason="this torch has CUDA, which does not use the NVML stub"
 )
 
 
@@ -57,21 +57,21 @@ class OtherNvml(Nvml):
         return super().read(gpu, names) | {"memory_free_bytes": GIB}
 
 
-# The driver lists GPUs by bus, the slow one first. CUDA lists the fastest GPU first.
+# The driver lists GPUs by bus ID, here the slow one first. CUDA lists the fastest GPU first.
 SLOW = Gpu(0, "GPU-0000aaaa", "NVIDIA GeForce RTX 2080 Ti", 11 * GIB, (7, 5))
 FAST = Gpu(1, "GPU-1111bbbb", "NVIDIA GeForce RTX 3070", 8 * GIB, (8, 6))
 CUDA_BUILD = TorchView("2.13.0+cu130", cuda_version="13.0", architectures=("sm_75", "sm_80", "sm_90", "compute_120"))
 
 
 def torch_with(*gpus: Gpu, **changes: Any) -> TorchView:
-    """Return the view of a CUDA build of torch with these GPUs, in this order."""
+    """Return what a CUDA build of torch reports on a machine with these GPUs, in this order."""
     devices = tuple(TorchDevice(gpu.name, gpu.uuid[4:], gpu.memory_bytes or 0, gpu.capability) for gpu in gpus)
     return replace(CUDA_BUILD, devices=devices, **changes)
 
 
 @pytest.mark.slow
 @needs_a_cpu_build
-def test_a_torch_without_cuda_lists_gpus_as_unusable_with_the_reason(nvml_stub: NvmlStub) -> None:
+def test_gpus_are_unusable_without_a_cuda_build_of_torch(nvml_stub: NvmlStub) -> None:
     alone, pair = nvml_stub.run(TAKE, T4, THEN=as_text(PAIR))["taken"]
     (t4,) = alone["devices"]
 
@@ -85,17 +85,17 @@ def test_a_torch_without_cuda_lists_gpus_as_unusable_with_the_reason(nvml_stub: 
 
 @pytest.mark.slow
 @needs_a_cpu_build
-def test_without_a_gpu_the_inventory_has_the_reason_and_the_cpu(nvml_stub: NvmlStub) -> None:
+def test_an_inventory_without_gpu_has_a_reason(nvml_stub: NvmlStub) -> None:
     answer = nvml_stub.run(TAKE, None)
     (result,) = answer["taken"]
 
     assert result["devices"] == []
     assert "no NVIDIA driver" in result["no_gpu"]
-    assert not any("NVIDIA" in note for note in result["notes"]), "nothing is wrong with a machine without GPUs"
+    assert not any("NVIDIA" in note for note in result["notes"]), "a machine without GPUs is not a problem"
     assert result["cpu"]["logical_cores"] >= result["cpu"]["physical_cores"] >= 1
     assert result["cpu"]["memory_bytes"] > GIB / 4
-    assert answer["opened"] < 200, "a few files of /proc and /sys: milliseconds, where torch itself takes a second"
-    assert answer["started"] == 0, "no process is started for it"
+    assert answer["opened"] < 200, "only files of /proc and /sys: milliseconds, whereas importing torch takes a second"
+    assert answer["started"] == 0, "no process is started"
 
 
 def test_an_inventory_survives_serialization_to_json() -> None:
@@ -126,21 +126,21 @@ def test_torch_and_driver_order_are_matched_by_uuid() -> None:
     assert notes == (), "with UUIDs the order is certain, so there is no warning"
 
 
-def test_a_hidden_gpu_is_listed_with_the_variable_that_hides_it() -> None:
+def test_a_hidden_gpu_is_listed_with_the_variable() -> None:
     devices, _ = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {"CUDA_VISIBLE_DEVICES": "GPU-1111"})
 
     assert [(each.name, each.usable) for each in devices] == [(FAST.name, True), (SLOW.name, False)]
     assert devices[1].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES=GPU-1111"
 
 
-def test_hiding_all_gpus_is_not_blamed_on_the_driver() -> None:
+def test_hidden_gpus_are_not_attributed_to_the_driver() -> None:
     devices, _ = match_devices(OtherNvml([SLOW], "11.4"), CUDA_BUILD, {"CUDA_VISIBLE_DEVICES": ""})
 
     assert devices[0].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES="
 
 
-def test_a_cudnn_version_mismatch_is_a_note_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cuDNN on the library path is older than the one that torch was built with."""
+def test_a_cudnn_version_mismatch_is_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library path contains an older cuDNN than torch was built with."""
 
     def refuse() -> int:
         raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10, 2) but found (8, 9, 7)")
@@ -154,7 +154,7 @@ def test_a_cudnn_version_mismatch_is_a_note_and_not_an_error(monkeypatch: pytest
     assert any("cuDNN version incompatibility" in note for note in notes)
 
 
-def test_an_old_driver_is_reported_with_its_version_and_the_required_one() -> None:
+def test_an_old_driver_is_reported_with_both_versions() -> None:
     cuda_error = "driver too old"
     (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, cuda_error=cuda_error), {})
 
@@ -163,13 +163,13 @@ def test_an_old_driver_is_reported_with_its_version_and_the_required_one() -> No
     assert notes == (f"torch: {cuda_error}",)
 
 
-def test_any_other_cuda_error_is_reported_with_the_message_of_torch() -> None:
+def test_other_cuda_errors_are_reported_verbatim() -> None:
     (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, cuda_error="CUDA error 802"), {})
 
     assert device.why_not.endswith(": CUDA error 802")
 
 
-def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
+def test_a_gpu_without_kernels_is_unusable() -> None:
     pascal = Gpu(0, "GPU-1080", "NVIDIA GeForce GTX 1080", 8 * GIB, (6, 1))
     (device,), _ = match_devices(OtherNvml([pascal]), torch_with(pascal), {})
 
@@ -182,8 +182,8 @@ def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
     [
         ("sm_80", (8, 6), True),  # same major, higher minor version
         ("sm_86", (8, 0), False),
-        ("sm_80", (9, 0), False),  # machine code does not run on another major version
-        ("compute_80", (9, 0), True),  # PTX does
+        ("sm_80", (9, 0), False),  # SASS does not run on another major version
+        ("compute_80", (9, 0), True),  # PTX runs on later versions
         ("compute_90", (8, 0), False),
         ("sm_90a", (9, 0), True),
         ("sm_100a", (10, 3), False),
@@ -198,7 +198,7 @@ def test_kernels_run_on_compatible_capabilities(architecture: str, capability: t
     assert device.usable is runs
 
 
-def test_a_gpu_that_nvml_does_not_list_is_usable_with_unknown_free_memory() -> None:
+def test_a_gpu_missing_in_nvml_is_usable() -> None:
     (device,), notes = match_devices(OtherNvml([]), torch_with(FAST), {})
 
     assert device.usable
@@ -207,7 +207,7 @@ def test_a_gpu_that_nvml_does_not_list_is_usable_with_unknown_free_memory() -> N
     assert notes == ("no driver",)
 
 
-def test_a_mig_instance_is_matched_and_its_parent_gpu_is_not_listed() -> None:
+def test_a_mig_instance_replaces_its_gpu() -> None:
     instance = Gpu(0, "MIG-77aa", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, (8, 0))
     parent = Gpu(0, "GPU-a100", "NVIDIA A100", 80 * GIB, (8, 0), mig=True, instances=(instance,))
     (device,), _ = match_devices(OtherNvml([parent]), torch_with(instance), {"CUDA_VISIBLE_DEVICES": "MIG-77aa"})
@@ -217,8 +217,8 @@ def test_a_mig_instance_is_matched_and_its_parent_gpu_is_not_listed() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "result"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
-def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted: str | None, result: int) -> None:
-    """Before CUDA 12, cudaDeviceProp has the UUID of the whole GPU; CUDA shows one instance, by default the first."""
+def test_a_mig_instance_has_its_own_free_memory(wanted: str | None, result: int) -> None:
+    """Before CUDA 12, cudaDeviceProp has the UUID of the GPU, and CUDA lists one instance, by default the first."""
     instances = tuple(
         Gpu(0, f"MIG-77{name}", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, mig_name=f"MIG-GPU-a100/{number}/0")
         for number, name in ((1, "aa"), (2, "bb"))
@@ -232,8 +232,8 @@ def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted:
     assert device.usable
 
 
-def test_native_formats_of_an_amd_gpu_depend_on_its_architecture() -> None:
-    """AMD capability numbers resemble NVIDIA's but have another meaning; a missing NVML is not reported."""
+def test_native_formats_of_amd_gpus_depend_on_the_architecture() -> None:
+    """AMD capabilities look like NVIDIA's, but have a different meaning. A missing NVML is not reported."""
     amd = [
         TorchDevice("AMD Instinct MI210", "", 64 * GIB, None, "gfx90a", 60 * GIB),
         TorchDevice("AMD Radeon RX 6800", "", 16 * GIB, None, "gfx1030", 15 * GIB),
@@ -249,7 +249,7 @@ def test_native_formats_of_an_amd_gpu_depend_on_its_architecture() -> None:
     assert not notes
 
 
-def test_native_formats_of_an_intel_gpu_depend_on_its_matrix_units() -> None:
+def test_native_formats_of_intel_gpus_depend_on_matrix_units() -> None:
     intel = (TorchDevice("Intel Arc B580", "8680e20b", 12 * GIB, None, "XMX", 11 * GIB),)
     (device,), notes = match_devices(OtherNvml([]), TorchView("2.13.0+xpu", intel=intel), {})
     assert not notes, "NVML is not needed"
@@ -257,7 +257,7 @@ def test_native_formats_of_an_intel_gpu_depend_on_its_matrix_units() -> None:
     assert Inventory.from_json(Inventory((device,), Cpu("a CPU", 1, 1, GIB)).to_json()).devices == (device,)
 
 
-def test_an_amd_gpu_of_unknown_architecture_computes_in_float32() -> None:
+def test_unknown_amd_gpus_use_float32() -> None:
     amd = TorchView("2.13.0+rocm", rocm=True, devices=(TorchDevice("AMD Instinct MI50", "", 16 * GIB, None),))
     (device,), notes = match_devices(OtherNvml([]), amd, {})
 
@@ -289,7 +289,7 @@ def test_native_formats_depend_on_the_compute_capability(
 
 
 def system(root: Path, **files: str) -> Path:
-    """Write files of a small /proc and /sys; `__` in a name stands for a slash."""
+    """Write the files of a small /proc and /sys. `__` in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def test_cpu_and_memory_are_limited_by_the_cgroup(tmp_path: Path) -> None:
     assert any("cgroup grants 1.0 of" in note for note in notes)
 
 
-def test_a_profile_describes_the_inventory_of_an_absent_machine() -> None:
+def test_a_profile_describes_an_absent_machine() -> None:
     facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
     here = replace(take_inventory(), torch_version="1.2.3")
     absent = inventory_from_profile(facts, here)
@@ -324,7 +324,7 @@ def test_a_profile_describes_the_inventory_of_an_absent_machine() -> None:
     assert inventory_from_profile(facts).cpu.logical_cores == 1
 
 
-def test_all_invalid_facts_of_a_profile_are_reported_at_once() -> None:
+def test_all_invalid_facts_are_reported_together() -> None:
     facts = {"devices": [{"name": 3, "memory_gib": "much"}, {"name": "x", "memory_gib": 8, "capability": [8, True]}]}
     with pytest.raises(ConfigError) as caught:
         inventory_from_profile(facts)

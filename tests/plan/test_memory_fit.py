@@ -42,7 +42,7 @@ HERE = Inventory((T4,), Cpu("a processor", 8, 16, 64 * GIB))
 
 
 def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Traced:
-    """Return a handmade trace: weights, gradients, states of twice their size, and activations in blocks of 64 MiB."""
+    """Return a handmade trace: weights, gradients, states of twice the size, and activations of 64 MiB per block."""
     quarter, each = int(model_gib * GIB / 4), int(sample_gib * GIB)
     peak = Bytes(quarter, 0, quarter, 2 * quarter, each * samples, MIB * samples)
     sizes = [quarter] * 4 + [64 * MIB] * (each * samples // (64 * MIB)) + [MIB] * samples
@@ -87,9 +87,7 @@ def test_traced_sizes_are_exact_and_memory_is_monotonic(samples: int, sizes: tup
     st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
 )
 @settings(max_examples=30)
-def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
-    gib: float, most: int, strategy: str, count: int
-) -> None:
+def test_one_more_sample_than_the_largest_size_does_not_fit(gib: float, most: int, strategy: str, count: int) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
     result = largest_micro_batch(need, rank, most, part)
@@ -97,7 +95,7 @@ def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
     assert result == most or not predict_memory(need, result + 1, rank, part).fits
 
 
-def test_the_memory_of_each_strategy_is_added_to_library_memory() -> None:
+def test_each_strategy_has_its_memory() -> None:
     need = demand(2, 8)
     rank = device(16, overhead_bytes=100, communication_bytes=11)
     alone = predict_memory(need, 4, rank)
@@ -107,10 +105,10 @@ def test_the_memory_of_each_strategy_is_added_to_library_memory() -> None:
     assert ddp.parts["libraries"] == 111
     assert ddp.parts["gradients"] == 2 * alone.parts["gradients"], "a bucket for each gradient"
     assert fsdp.parts["optimizer"] * 4 == alone.parts["optimizer"]
-    assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has different samples"
+    assert fsdp.parts["activations"] == alone.parts["activations"], "activations are not sharded"
     several = predict_memory(need, 4, rank, RankPart("fsdp", 4, share=8))
     assert several.parts["gradients"] >= alone.parts["gradients"], (
-        "not sharded before the last micro-batch of an update"
+        "sharded only after the last micro-batch of an update"
     )
     sharded = predict_memory(need, 4, rank, RankPart("fsdp", 4, share=8, shards_gradients=True))
     assert sharded.parts["gradients"] < several.parts["gradients"]
@@ -118,19 +116,19 @@ def test_the_memory_of_each_strategy_is_added_to_library_memory() -> None:
     assert half.parts["parameters"] < fsdp.parts["parameters"]
     whole = dataclasses.replace(need, model=dataclasses.replace(need.model, block=0))
     assert predict_memory(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], (
-        "one block"
+        "a model without blocks is gathered completely"
     )
     stages = predict_memory(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
     assert stages.parts["activations"] == 2 * alone.parts["activations"]
     assert stages.parts["inputs"] == 3 * alone.parts["inputs"], "all samples of an update are read at once"
     on_cpu = predict_memory(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), RankPart("ddp", 4))
     assert on_cpu.parts["allocator"] == 0
-    assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
-    assert predict_memory(need, 4, device(0)).fits, "an unknown size is not reported as too small"
+    assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share host memory"
+    assert predict_memory(need, 4, device(0)).fits, "a device of unknown size is not reported as too small"
 
 
-def test_ddp_buckets_count_although_no_gradient_exists_at_the_peak() -> None:
-    """A single process has no gradients yet at the end of a forward pass with many activations."""
+def test_ddp_buckets_count_at_a_peak_without_gradients() -> None:
+    """If activations are large, the peak is at the end of the forward pass, before gradients exist."""
     point = demand(4).points[0]
     late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
     need = dataclasses.replace(demand(4), points=(late,), model=ModelSizes(trained=5 * MIB))
@@ -143,8 +141,8 @@ def test_a_stage_stores_the_micro_batches_in_flight(args: str, in_flight: float)
     assert RankPart.from_choice(choice, 2, 64, 8).in_flight == in_flight
 
 
-def test_remedies_that_cannot_suffice_are_not_traced() -> None:
-    """4 samples take 2 GiB; weights, gradients and states take 1 GiB, half of it for states."""
+def test_insufficient_remedies_are_not_traced() -> None:
+    """Four samples take 2 GiB. Weights, gradients and states take 1 GiB, and states take half of it."""
     thought = predict_memory(demand(4), 4, device(2.7))
     assert not thought.fits
     assert may_fit(thought, ["optimizer=adamw8bit"])
@@ -184,28 +182,28 @@ def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     assert not asked.memory[0].prediction.fits
 
 
-def test_a_cpu_computes_its_complete_share_in_one_micro_batch() -> None:
+def test_a_cpu_computes_its_share_in_one_micro_batch() -> None:
     needs = MemoryNeeds({"train": demand(4, 16, sample_gib=8.0)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
     assert made.batch.micro_batch_size == 64
     assert not made.memory[0].prediction.fits
 
 
-def test_memory_of_other_processes_is_not_available() -> None:
-    """Capacity is the free memory of a present device, limited by the fraction of this process."""
+def test_memory_used_by_other_processes_is_unavailable() -> None:
+    """The capacity of a present device is its free memory, limited by the memory fraction of this process."""
     args, needs = ("global_batch_size=64", "micro_batch_size=auto"), MemoryNeeds({"train": demand(4, 16)})
     whole = plan(*args, needs=needs).memory[0]
     busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
     shared = plan(*args, needs=needs, on=busy).memory[0]
     half = plan(*args, "memory.fraction=0.5", needs=needs).memory[0]
     limited = plan(*args, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
-    assert limited == half, "torch's allocator also respects it"
+    assert limited == half, "the setting of torch's allocator has the same effect"
     assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
     assert half.prediction.capacity == 7.5 * GIB
     assert shared.samples < half.samples < whole.samples
 
 
-def test_no_prediction_claims_to_fit_with_another_allocator() -> None:
+def test_predictions_for_another_allocator_are_inexact() -> None:
     needs = MemoryNeeds({"train": demand(4, 16)})
     made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
     lines = format_prediction(made, needs, {})
@@ -213,7 +211,7 @@ def test_no_prediction_claims_to_fit_with_another_allocator() -> None:
     assert any("NOT EXACT" in line for line in lines)
 
 
-def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
+def test_a_model_too_large_for_one_sample_is_reported() -> None:
     made = plan(
         "global_batch_size=4", "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, 4, sample_gib=20.0)})
     )
@@ -222,7 +220,7 @@ def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
     assert any("predicted" in note and "accel-run plan" in note for note in made.notes), made.notes
 
 
-def test_the_blocks_chosen_by_the_trace_are_recomputed() -> None:
+def test_blocks_chosen_by_the_trace_are_recomputed() -> None:
     known = Demand.from_traces([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], AllocatorSettings())
     args = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
     made = plan(*args, needs=MemoryNeeds({"train": known}))
@@ -230,7 +228,7 @@ def test_the_blocks_chosen_by_the_trace_are_recomputed() -> None:
     assert "2 blocks" in made.reason("memory.recompute")
     asked = plan(*args, "memory.recompute=[0]", needs=MemoryNeeds({"train": known}))
     assert asked.choices["memory"].options["recompute"] == [0], "requested values are not changed"
-    assert known.recompute_at(5) == (), "a trace with more samples did not need it"
+    assert known.recompute_at(5) == (), "more samples fit without recomputation in the trace"
 
 
 @pytest.mark.slow
@@ -245,14 +243,14 @@ def test_the_blocks_chosen_by_the_trace_are_recomputed() -> None:
         (("micro_batch_size=8", "memory=budget"), None, True),
     ],
 )
-def test_a_run_is_traced_before_it_starts_only_if_its_plan_needs_it(
+def test_a_run_is_traced_only_if_its_plan_needs_it(
     args: tuple[str, ...], device: Device | None, *, is_wanted: bool
 ) -> None:
     here = dataclasses.replace(HERE, devices=(device,) if device else ())
     assert should_trace_memory(compose(Request(args)), here) is is_wanted
 
 
-def test_library_memory_is_estimated_with_a_margin_and_with_the_maximum_for_unknown_gpus() -> None:
+def test_library_memory_has_a_margin() -> None:
     known = [get_overhead("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
     assert [each.libraries for each in known] == sorted(each.libraries for each in known)
     assert known[0].libraries > (450 + 16) * MIB
@@ -274,20 +272,20 @@ def test_upper_bounds_are_marked_as_bounds(strategy: str, passes: int) -> None:
     if strategy == "fsdp":
         gradients = made.memory[0].prediction.parts["gradients"]
         assert (gradients >= of_all) == (passes > 1), (
-            "complete between the micro-batches of an update, an equal part with one micro-batch"
+            "complete between micro-batches; an equal part if an update has one micro-batch"
         )
     again = decode_valid(RankMemory, json.loads(json.dumps(encode(made.memory[0]))))
     assert again == made.memory[0]
 
 
-def test_memory_demands_survive_being_sent_between_ranks() -> None:
+def test_memory_needs_survive_serialization() -> None:
     needs = MemoryNeeds({"train": demand(2, 8)}, "a reason")
     again = decode_valid(MemoryNeeds, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
     assert again.why_not == needs.why_not
 
 
-def test_the_prediction_recommends_a_fitting_size_that_divides_the_batch() -> None:
+def test_the_recommended_size_fits_and_divides_the_batch() -> None:
     needs = MemoryNeeds({"train": demand(1, 64)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
     held = largest_micro_batch(needs.demands["train"], made.ranks[0], 64)
@@ -302,7 +300,7 @@ def test_the_prediction_recommends_a_fitting_size_that_divides_the_batch() -> No
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_prediction_lines_fit_a_terminal_and_mark_estimates(count: int) -> None:
+def test_prediction_lines_are_short_and_mark_estimates(count: int) -> None:
     gpus = tuple(
         Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
         for number in range(count)
@@ -320,7 +318,9 @@ def test_prediction_lines_fit_a_terminal_and_mark_estimates(count: int) -> None:
     text = "\n".join(lines)
     for columns in (60, 80) if count == 1 else (80,):
         assert max(map(len, wrap(text, columns).split("\n"))) <= columns, text
-    assert all(line.endswith(".") for line in lines if line.startswith("Traced on fake")), "only the terminal wraps"
+    assert all(line.endswith(".") for line in lines if line.startswith("Traced on fake")), (
+        "only the terminal wraps lines"
+    )
     assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
     for words_of_it in ("predicted", "blocks.*.mlp 100%", "update time", "x 1.50", "unknown", "NOT EXACT", "not tried"):
         assert words_of_it in text, text

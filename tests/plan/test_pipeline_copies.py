@@ -49,9 +49,7 @@ def test_each_pipeline_has_an_equal_share() -> None:
         (("parallelism=ddp", "global_batch_size=32", "micro_batch_size=64"), 64),
     ],
 )
-def test_an_evaluation_has_a_valid_micro_batch_size_if_an_update_cannot_be_divided(
-    args: tuple[str, ...], size: int
-) -> None:
+def test_an_evaluation_has_a_valid_micro_batch_size(args: tuple[str, ...], size: int) -> None:
     settings = compose(Request(("global_batch_size=32", "device=cpu", *args)), has_updates=False)
     ranks = [RankDevice("cpu", "a CPU")] * RANKS
     batch = make_plan(settings, Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), ranks).batch
@@ -60,7 +58,7 @@ def test_an_evaluation_has_a_valid_micro_batch_size_if_an_update_cannot_be_divid
 
 
 def equal_stages(count: int, gib: float) -> MemoryNeeds:
-    """Return the needs of a model of this size that is traced as `count` equal stages, which send 1 MB per sample."""
+    """Return the memory needs of a model that is traced as `count` equal stages, which send 1 MB per sample."""
     work = ComputeCost(10**12 // count, 10**10 // count, 0, 10**9 // count, received=10**6)
     part = model(gib / count)
     points = tuple(dataclasses.replace(point, work=work.scale(point.micro_batch_size)) for point in part.points)
@@ -73,14 +71,14 @@ def equal_stages(count: int, gib: float) -> MemoryNeeds:
     ("gib", "link_gb_s", "expected"),
     [
         (8.0, 400.0, 2),  # a shorter bubble
-        (8.0, 2.0, "all"),  # gradients of two copies take longer than the bubble
-        (8.0, None, 2),  # no time is known
+        (8.0, 2.0, "all"),  # the all-reduce of two copies takes longer than the bubble
+        (8.0, None, 2),  # the time is unknown
         (26.0, 400.0, "all"),  # two stages do not fit
         (26.0, None, "all"),
         (80.0, 400.0, "all"),  # nothing fits
     ],
 )
-def test_auto_chooses_the_fitting_number_of_stages_with_the_shortest_predicted_update(
+def test_auto_chooses_the_fastest_fitting_number_of_stages(
     tmp_path: Path, gib: float, link_gb_s: float | None, expected: int | str
 ) -> None:
     device = {
@@ -103,7 +101,7 @@ def test_auto_chooses_the_fitting_number_of_stages_with_the_shortest_predicted_u
     for stages, traced in by_stages.items():
         explicit = plan(stages, traced)
         if stages == made.batch.stages:
-            assert explicit.memory == made.memory, "of the stages that were traced for this number"
+            assert explicit.memory == made.memory, "auto must use the trace with this number of stages"
         if all(memory.prediction.fits for memory in explicit.memory):
             times.append(predict_training_time(explicit, traced, find_rank_rates(explicit, [{"devices": [device]}])))
     if len(times) > 1 and link_gb_s is not None:
@@ -118,9 +116,7 @@ def test_auto_chooses_the_fitting_number_of_stages_with_the_shortest_predicted_u
         (("parallelism.split=[1,1,1,1]",), "all"),
     ],
 )
-def test_auto_without_a_trace_uses_the_length_of_the_split_or_all_ranks(
-    args: tuple[str, ...], expected: int | str
-) -> None:
+def test_auto_without_a_trace_follows_the_split(args: tuple[str, ...], expected: int | str) -> None:
     assert plan_for("auto", *args).choices["parallelism"].options["stages"] == expected
 
 
@@ -138,16 +134,16 @@ def test_auto_uses_one_pipeline_with_a_memory_budget(args: tuple[str, ...], expe
     assert made.choices["parallelism"].options["stages"] == expected
 
 
-def test_traces_for_other_ranks_do_not_count_as_missing() -> None:
-    """As after the loss of a rank."""
+def test_traces_for_other_world_sizes_are_ignored() -> None:
+    """A run has them after the loss of a rank."""
     traced = equal_stages(3, 8.0)
     lost = plan_for("auto", memory=dataclasses.replace(traced, by_stages={3: traced, 9: equal_stages(9, 8.0)}))
     assert lost.choices["parallelism"].options["stages"] == "all"
     assert lost.reasons["parallelism.stages"] != plan_for("auto").reasons["parallelism.stages"]
 
 
-def test_a_note_is_printed_if_pipelines_chosen_by_auto_span_machines() -> None:
-    """Three ranks per machine, in pipelines of two."""
+def test_auto_notes_pipelines_that_span_machines() -> None:
+    """Machines of three ranks cannot be divided into pipelines of two."""
     args = ("parallelism=pipeline", "parallelism.stages=auto", "global_batch_size=33", "device=cpu")
     by_stages = {stages: equal_stages(stages, 8.0) for stages in (2, 3, 6)}
     need = dataclasses.replace(by_stages[6], by_stages=by_stages)
@@ -162,7 +158,7 @@ def test_a_note_is_printed_if_pipelines_chosen_by_auto_span_machines() -> None:
     assert not any("parallelism.stages=2" in note for note in notes(2, 2, 2))
 
 
-def test_only_ranks_that_can_form_several_pipelines_need_a_trace_for_their_number_of_stages() -> None:
+def test_only_several_possible_pipelines_need_a_trace() -> None:
     def is_traced(count: int, stages: int | str, *more: str) -> bool:
         gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB) for index in range(count))
         here = Inventory(gpus, Cpu("a CPU", 8, 8, 8 * GIB))
@@ -171,11 +167,11 @@ def test_only_ranks_that_can_form_several_pipelines_need_a_trace_for_their_numbe
 
     assert [is_traced(count, "auto") for count in (2, 3, 4, 6)] == [False, False, True, True]
     assert not is_traced(4, 2)
-    assert not is_traced(4, "auto", "parallelism.split=[1,1]"), "two stages"
+    assert not is_traced(4, "auto", "parallelism.split=[1,1]"), "the split has two stages"
 
 
 @pytest.mark.parametrize("stages", [1, 3, 8])
-def test_stages_that_do_not_divide_the_ranks_are_refused(stages: int) -> None:
+def test_stages_must_divide_the_ranks(stages: int) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_for(stages)
     (problem,) = caught.value.problems
@@ -183,7 +179,7 @@ def test_stages_that_do_not_divide_the_ranks_are_refused(stages: int) -> None:
     assert "use 2, 4, or" in problem.fix
 
 
-def test_fewer_samples_than_pipelines_are_refused() -> None:
+def test_fewer_samples_than_pipelines_are_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_for(2, "global_batch_size=1")
     (problem,) = caught.value.problems
@@ -199,7 +195,7 @@ def test_copies_of_a_stage_need_memory_for_gradient_buckets() -> None:
     assert {name: copies.parts[name] for name in others} == {name: single.parts[name] for name in others}
 
 
-def test_the_copies_of_a_stage_need_the_same_memory() -> None:
+def test_copies_of_a_stage_need_the_same_memory() -> None:
     small, large = model(4), model(12)
     staged_model = dataclasses.replace(model(16), stages=(small, large))
     plan = plan_for(2, memory=MemoryNeeds({"train": staged_model}))
@@ -210,8 +206,8 @@ def test_the_copies_of_a_stage_need_the_same_memory() -> None:
     assert (part.count, part.num_stages) == (RANKS, 2)
 
 
-def test_stages_traced_for_another_number_of_ranks_are_not_used() -> None:
-    """As after the loss of a rank: the memory of a stage is then an equal part of the model."""
+def test_stages_traced_for_another_world_size_are_not_used() -> None:
+    """After the loss of a rank, each stage is predicted to need an equal part of the model's memory."""
     whole = model(16)
     staged_model = dataclasses.replace(whole, stages=(model(4), model(12)))
     with_stages, without = (plan_for("all", memory=MemoryNeeds({"train": each})) for each in (staged_model, whole))
@@ -219,8 +215,8 @@ def test_stages_traced_for_another_number_of_ranks_are_not_used() -> None:
     assert not any(memory.is_exact for memory in with_stages.memory)
 
 
-def test_gradients_of_the_copies_are_exchanged() -> None:
-    """The bubble has the length of that of a pipeline with half of the samples."""
+def test_copies_exchange_gradients() -> None:
+    """The bubble is as long as that of one pipeline with half of the samples."""
     args = ("micro_batch_size=1", "parallelism=pipeline", "parallelism.stages=2")
     one = known(predict(*args, "global_batch_size=8", need=staged(2, 0), devices=(DEVICE,) * 2))
     two = known(predict(*args, "global_batch_size=16", need=staged(2, 0), devices=(DEVICE,) * 4))
@@ -232,13 +228,13 @@ def test_gradients_of_the_copies_are_exchanged() -> None:
 @pytest.mark.parametrize(
     ("stages", "lost", "kept", "adapted"),
     [
-        (2, 5, [0, 1, 2, 3, 6, 7], {"stages": 2, "split": [3, 1]}),  # its pipeline ends with it
-        (8, 0, [1, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),  # no pipeline is complete
+        (2, 5, [0, 1, 2, 3, 6, 7], {"stages": 2, "split": [3, 1]}),  # the other rank of its pipeline is also dropped
+        (8, 0, [1, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),  # no pipeline remains complete
         ("all", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),
         ("auto", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "auto", "split": None}),
     ],
 )
-def test_a_run_that_lost_a_rank_continues_with_its_complete_pipelines(
+def test_complete_pipelines_continue_after_the_loss_of_a_rank(
     stages: int | str, lost: int, kept: list[int], adapted: dict[str, Any]
 ) -> None:
     options = {"stages": stages, "split": [3, 1]}
@@ -246,7 +242,7 @@ def test_a_run_that_lost_a_rank_continues_with_its_complete_pipelines(
     assert options_for_ranks(options, kept, 8) == adapted
 
 
-def test_auto_keeps_the_split_if_the_remaining_ranks_can_form_such_pipelines() -> None:
+def test_auto_keeps_the_split_if_the_remaining_ranks_fit_it() -> None:
     options = {"stages": "auto", "split": [3, 1]}
     assert options_for_ranks(options, [2, 3], 4) == options
 

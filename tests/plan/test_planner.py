@@ -1,4 +1,4 @@
-"""The plan: deterministic, frozen and complete; every value has a reason, and all problems are reported at once."""
+"""The plan is deterministic, frozen and complete. Every value has a reason, and all problems are reported together."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def plan(*args: str, on: Inventory | None = None) -> Plan:
     return make_plan(configuration(*args), on or machine())
 
 
-def refused(*args: str, on: Inventory | None = None) -> list[Problem]:
+def find_problems(*args: str, on: Inventory | None = None) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         plan(*args, on=on)
     assert caught.value.exit_code == Exit.CONFIG
@@ -82,7 +82,7 @@ def refused(*args: str, on: Inventory | None = None) -> list[Problem]:
 WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0:0.5}", "epochs=2", "phases=[train]")
 
 
-def test_planning_is_deterministic_and_does_not_change_its_input() -> None:
+def test_planning_is_deterministic() -> None:
     asked, here = deepcopy(configuration(*WORDS)), machine(*PAIR)
     first = make_plan(asked, here)
     assert make_plan(asked, here) == first
@@ -130,17 +130,17 @@ def test_a_plan_survives_serialization_to_json(args: tuple[str, ...], devices: t
     assert isinstance(again.notes, tuple)
 
 
-# Keys for which `auto` remains a value, and how the run resolves it.
+# Keys whose value in a plan may be `auto`, and how the run resolves it.
 AUTO_IS_A_VALUE = {
     "attention",  # torch chooses the kernel for each call
-    "backend.threads",  # divides the cores among the ranks of a machine, known when they start
+    "backend.threads",  # divides the cores among the ranks of a machine, whose number is known when they start
     "checkpoint.every",  # every few minutes
     "memory.channels_last",  # depends on the layers of the model
     "evaluate.every",  # ten times per phase, whose length depends on the data
     "resume",  # resumes if there is a checkpoint
     "tracker.mode",  # online if there is an API key
     "watchdog.data_s",  # follows the longest recent wait
-    "watchdog.update_s",  # the same for updates
+    "watchdog.update_s",  # follows the longest recent update
 }
 
 
@@ -149,11 +149,11 @@ AUTO_IS_A_VALUE = {
 @pytest.mark.parametrize(
     "args", [("backend=auto",), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")]
 )
-def test_every_auto_is_resolved_and_has_its_reason(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+def test_every_auto_is_resolved_with_a_reason(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
     asked, made = configuration(*args), plan(*args, on=machine(*devices))
     left = {key for key, value in made.values().items() if value == "auto"}
     assert left <= AUTO_IS_A_VALUE
-    # The name of the profile.
+    # `hardware` is the name of a profile.
     resolved = {key for key, value in asked.flat().items() if value == "auto"} - left - {"hardware"}
     assert {"device", "precision", "prefetch", "micro_batch_size", "optimizer.kernel"} <= resolved
     assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
@@ -199,7 +199,7 @@ def test_mechanics_are_derived_from_the_machine(
     assert [values[key] for key in keys] == [device, precision, workers, pin_memory, prefetch]
 
 
-def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
+def test_ranks_of_a_machine_share_its_cores() -> None:
     made = plan("parallelism=ddp", "parallelism.shares=equal", on=machine(*PAIR, cores=8))
     assert made.values()["dataloader.num_workers"] == 3
     reason = "auto: 4 of 8 cores for each rank, minus one for the main process, at most 8 workers"
@@ -207,8 +207,8 @@ def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
 
 
 @pytest.mark.parametrize(("num_sharing", "workers"), [(None, 3), (2, 3), (1, 7)])
-def test_ranks_bound_to_separate_cores_do_not_share_them(num_sharing: int | None, workers: int) -> None:
-    """srun binds each rank to its cores, and shows it all GPUs of the machine."""
+def test_ranks_bound_to_cores_do_not_share_them(num_sharing: int | None, workers: int) -> None:
+    """srun binds each rank to its own cores, but makes all GPUs of the machine visible."""
     here = machine(*PAIR, cores=8)
     ranks = [RankDevice.of(gpu, here) for gpu in PAIR]
     made = make_plan(configuration("parallelism=ddp"), here, ranks, num_sharing=num_sharing)
@@ -217,7 +217,7 @@ def test_ranks_bound_to_separate_cores_do_not_share_them(num_sharing: int | None
 
 @pytest.mark.parametrize("order", [(A100, T4_TOO), (T4, A100_TOO)])
 def test_ranks_use_the_precision_of_the_least_capable_gpu(order: tuple[Device, ...]) -> None:
-    """Each rank may be on another machine: the inventory has only the GPU of rank 0."""
+    """Each rank may be on a different machine, so the inventory has only the GPU of rank 0."""
     here = machine(order[0])
     ranks = [RankDevice.of(gpu, here) for gpu in order]
     made = make_plan(configuration("parallelism=ddp"), here, ranks)
@@ -272,7 +272,7 @@ def test_the_gpu_with_the_most_free_memory_is_chosen() -> None:
     busy = dataclasses.replace(large, free_bytes=2 * GIB)
     full = dataclasses.replace(large, free_bytes=0)
     free = dataclasses.replace(small, free_bytes=7 * GIB)
-    assert plan(on=machine(large, small)).device == "cuda:0", "free memory is unknown: the larger one"
+    assert plan(on=machine(large, small)).device == "cuda:0", "the larger GPU, because free memory is unknown"
     assert plan(on=machine(busy, free)).device == "cuda:1"
     assert plan(on=machine(full, free)).device == "cuda:1"
     made = plan(on=machine(busy, free))
@@ -286,7 +286,7 @@ def test_the_gpu_with_the_most_free_memory_is_chosen() -> None:
 @pytest.mark.parametrize(("device", "word"), [(ARC, "device=xpu"), (ARC, "device=auto"), (MPS, "device=mps")])
 def test_several_ranks_do_not_share_an_intel_or_apple_gpu(device: Device, word: str, strategy: str) -> None:
     for ranks in ("parallelism.world_size=auto", "parallelism.world_size=2"):
-        (problem,) = refused(word, f"parallelism={strategy}", ranks, on=machine(device))
+        (problem,) = find_problems(word, f"parallelism={strategy}", ranks, on=machine(device))
         assert device.torch_name in problem.what
     alone = plan(word, f"parallelism={strategy}", "parallelism.world_size=1", on=machine(device))
     assert [rank.device for rank in alone.ranks] == [device.torch_name]
@@ -336,7 +336,7 @@ def test_a_missing_driver_is_given_as_reason_only_for_cuda_devices(word: str, is
     assert ("no driver" in str(caught.value)) == is_named
 
 
-# ---------------------------------------------------------------- refusals and fallbacks
+# ---------------------------------------------------------------- errors and fallbacks
 
 
 REFUSED = [
@@ -355,9 +355,9 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("word", "here", "instead"), REFUSED)
-def test_impossible_requests_are_refused(word: str, here: Inventory, instead: str) -> None:
+def test_impossible_requests_are_rejected(word: str, here: Inventory, instead: str) -> None:
     group = word.partition("=")[0]
-    (problem,) = refused(word, on=here)
+    (problem,) = find_problems(word, on=here)
     assert problem.where == word
     assert suggested(problem.fix) == list(dict.fromkeys([f"{group}={instead}", f"{group}=auto"]))
 
@@ -376,7 +376,7 @@ def test_possible_requests_are_kept(word: str, here: Device) -> None:
     ("selected", "here", "instead"),
     [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
 )
-def test_options_of_a_profile_that_cannot_run_are_replaced_with_a_message(
+def test_unsupported_options_of_a_profile_are_replaced(
     selected: str, here: Device, instead: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hardware").mkdir()
@@ -386,11 +386,11 @@ def test_options_of_a_profile_that_cannot_run_are_replaced_with_a_message(
     assert made.config_dir == str(tmp_path) == Plan.from_json(made.to_json()).config_dir
     group, name = selected.split(": ")
     assert made.choices[group].name == instead
-    (problem,) = refused(f"{group}={name}", on=machine(here))
+    (problem,) = find_problems(f"{group}={name}", on=machine(here))
     assert made.notes == (f"{group}={name}: {problem.what}; using {instead}",)
 
 
-def test_overridden_keys_are_kept_when_their_option_is_replaced() -> None:
+def test_overridden_keys_survive_the_replacement_of_their_option() -> None:
     made = plan("hardware=a100", "precision.keep_fp32=[head]", on=machine(T4))
     assert made.choices["precision"].function == "fp16"
     assert made.choices["precision"].options["keep_fp32"] == ["head"]
@@ -398,12 +398,12 @@ def test_overridden_keys_are_kept_when_their_option_is_replaced() -> None:
     assert ["precision.init_scale=8", "precision=auto"] in [suggested(note) for note in lost.notes]
 
 
-def test_a_setting_of_the_task_applies_to_the_option_chosen_by_auto(tmp_path: Path) -> None:
+def test_task_settings_apply_to_the_option_chosen_by_auto(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('SETTINGS = {"precision.keep_fp32": ["head"]}\ndef build(): ...\n')
     asked = compose(Request(task_file=tmp_path / "mine.py"))
     for device in (T4, A100):
         assert make_plan(asked, machine(device)).choices["precision"].options["keep_fp32"] == ["head"]
-    assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 applies to all"
+    assert make_plan(asked, machine()).choices["precision"].options == {}, "all parameters are float32"
 
 
 def test_options_selected_by_a_gpu_profile_fall_back_on_a_cpu() -> None:
@@ -418,7 +418,7 @@ def test_options_selected_by_a_gpu_profile_fall_back_on_a_cpu() -> None:
     assert suggested(note) == ["precision=fp16", "attention=efficient", "backend=fast"]
 
 
-def test_a_profile_of_two_devices_uses_both_or_the_only_one() -> None:
+def test_a_profile_of_two_devices_accepts_one_device() -> None:
     assert (both := plan("hardware=pair_11gb_8gb", on=machine(*PAIR))).world_size == 2
     assert both.choices["parallelism"].name == "ddp"
     for here in (machine(), machine(T4)):
@@ -509,7 +509,7 @@ def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str,
         make_plan(mixed, planning_inventory(mixed)[0])
 
 
-def test_a_strategy_is_chosen_if_only_the_number_of_ranks_is_given() -> None:
+def test_a_strategy_is_chosen_for_a_number_of_ranks() -> None:
     assert plan("parallelism.world_size=2", on=machine(T4, T4_TOO)).choices["parallelism"].function == "ddp"
     assert plan("parallelism.world_size=3", on=machine()).world_size == 3
     assert plan("parallelism.world_size=1", on=machine(T4, T4_TOO)).choices["parallelism"].function == "single"
@@ -529,7 +529,7 @@ def test_a_strategy_is_chosen_if_only_the_number_of_ranks_is_given() -> None:
         ("compile=default", "default"),
     ],
 )
-def test_options_without_effect_here_are_reported_once(word: str, value: Any) -> None:
+def test_options_without_effect_are_reported_once(word: str, value: Any) -> None:
     made = plan(word)
     (note,) = made.notes
     assert note.startswith((f"{word} ", f"{word.partition('=')[0]} "))
@@ -558,7 +558,7 @@ REPEATED, VARIED = (ModelSizes(num_convolutions=7, shapes_repeat=repeat) for rep
         (None, traced(REPEATED), "default", "only GPUs"),
     ],
 )
-def test_backend_auto_enables_the_kernel_search_for_convolutions_with_repeated_shapes(
+def test_backend_auto_benchmarks_repeated_convolutions(
     here: Device | None, needs: MemoryNeeds | None, name: str, named: str
 ) -> None:
     given = configuration("backend=auto", "backend.threads=3")
@@ -577,7 +577,7 @@ def test_backend_auto_enables_the_kernel_search_for_convolutions_with_repeated_s
         (("backend=fast", "parallelism=fsdp", "parallelism.shard_size=all"), False),
     ],
 )
-def test_a_model_is_traced_to_choose_a_backend_or_a_shard_size_on_a_gpu(words: tuple[str, ...], expected: bool) -> None:
+def test_a_trace_chooses_the_backend_and_shard_size_on_gpus(words: tuple[str, ...], expected: bool) -> None:
     given = configuration(*words, "micro_batch_size=8")
     assert should_trace_memory(given, machine(A100)) is expected
     assert not should_trace_memory(given, machine())
@@ -585,22 +585,22 @@ def test_a_model_is_traced_to_choose_a_backend_or_a_shard_size_on_a_gpu(words: t
 
 def test_samples_cached_on_the_device_need_no_workers() -> None:
     assert plan("dataloader.cache=device", on=machine(A100)).values()["dataloader.num_workers"] == 0
-    (problem,) = refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
+    (problem,) = find_problems("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
     assert (problem.where, suggested(problem.fix)) == ("dataloader.cache=device", ["dataloader.num_workers=0"])
 
 
-def test_workers_compose_samples_cached_in_memory_if_that_is_slow() -> None:
+def test_workers_read_cached_samples_if_that_is_slow() -> None:
     planned, uncached = (plan(*args, on=machine(A100)).values() for args in (["dataloader.cache=memory"], []))
     assert planned["dataloader.num_workers"] == uncached["dataloader.num_workers"] > 0
-    assert planned["dataloader.workers_above_ms"] > 0  # measured: they do not start for samples that are only copied
+    assert planned["dataloader.workers_above_ms"] > 0  # to start workers only if reading is slow
     spawned = plan("dataloader.cache=memory", "dataloader.start_method=spawn", on=machine(A100)).values()
-    assert spawned["dataloader.num_workers"] == 0  # not measured
+    assert spawned["dataloader.num_workers"] == 0  # reading time is not measured
 
 
 @pytest.mark.slow
 def test_all_problems_are_reported_at_once() -> None:
     args = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
-    problems = refused(*args, on=machine(T4))
+    problems = find_problems(*args, on=machine(T4))
     assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
     with pytest.raises(ConfigError) as caught:
         plan(*args, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
@@ -611,7 +611,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
-def test_a_batch_divides_into_micro_batches_or_sizes_that_divide_it_are_suggested(total: int, micro: Any) -> None:
+def test_an_indivisible_batch_suggests_the_nearest_sizes(total: int, micro: Any) -> None:
     result = divide(total, micro, (total,))
     if isinstance(result, Batch):
         assert total == result.micro_batch_size * result.accumulation_steps == result.global_batch_size
@@ -657,7 +657,7 @@ def test_the_number_of_ranks_need_not_divide_the_batch(total: int, micro: Any, w
         (8, 8, (5, 3), "micro_batch_size=5, or global_batch_size=16"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
+def test_an_indivisible_batch_is_reported_with_valid_sizes(
     total: int, micro: Any, shares: tuple[int, ...], instead: str
 ) -> None:
     result = divide(total, micro, shares)
@@ -674,11 +674,9 @@ def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
         (("parallelism=ddp",), machine(T4), 0),
         (("parallelism=fsdp",), machine(T4, T4_TOO), 0),
     ],
-    ids=["ranks", "by hand", "one rank", "shards"],
+    ids=["ddp", "explicit", "one rank", "fsdp"],
 )
-def test_a_compiled_graph_is_split_only_if_ranks_exchange_gradients(
-    args: tuple[str, ...], on: Inventory, split_mib: float
-) -> None:
+def test_compiled_graphs_are_split_only_for_ddp(args: tuple[str, ...], on: Inventory, split_mib: float) -> None:
     assert plan("compile=default", *args, on=on).choices["compile"].options["split_mib"] == split_mib
 
 
@@ -700,7 +698,7 @@ P100 = gpu(1, "Tesla P100", 16, (6, 0))
     ids=["NVIDIA", "AMD", "CPU", "old GPU"],
 )
 def test_a_missing_compiler_is_reported_before_the_run(option: str, here: Inventory) -> None:
-    (problem,) = refused(f"compile={option}", "parallelism=ddp", on=here)
+    (problem,) = find_problems(f"compile={option}", "parallelism=ddp", on=here)
     expected = here.why_not_compiled(here.usable[-1] if here.usable else None)
     assert expected is not None
     assert problem == dataclasses.replace(expected, where=f"compile={option}")
@@ -716,11 +714,11 @@ def test_a_missing_compiler_is_reported_before_the_run(option: str, here: Invent
     ],
     ids=["another backend", "GPU", "CPU", "Intel"],
 )
-def test_a_compiler_that_is_not_used_may_be_missing(args: tuple[str, ...], here: Inventory) -> None:
+def test_an_unused_compiler_may_be_missing(args: tuple[str, ...], here: Inventory) -> None:
     assert plan(*args, on=here).choices["compile"].uses("default")
 
 
-def test_compile_selected_by_a_profile_is_replaced_if_the_compiler_is_missing() -> None:
+def test_compile_of_a_profile_needs_a_compiler() -> None:
     asked = configuration("compile=default", "compile.dynamic=true")
     asked = dataclasses.replace(asked, sources={**asked.sources, "compile": "profile other"})
     made = make_plan(asked, dataclasses.replace(machine(T4), no_gpu_compiler=NO_COMPILER))
@@ -728,7 +726,7 @@ def test_compile_selected_by_a_profile_is_replaced_if_the_compiler_is_missing() 
     assert any(NO_COMPILER.what in note for note in made.notes)
 
 
-def test_compilers_of_this_machine_do_not_affect_the_plan_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_compilers_do_not_affect_plans_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     asked = configuration("+hardware=t4", "compile=default")
     here = dataclasses.replace(machine(), **NO_COMPILERS)
@@ -739,7 +737,7 @@ def test_compilers_of_this_machine_do_not_affect_the_plan_for_another(monkeypatc
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 
-def test_the_plan_describes_the_batch_over_all_ranks() -> None:
+def test_the_batch_description_covers_all_ranks() -> None:
     made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
     assert [int(number) for number in re.findall(r"\d+", str(made.batch))] == [24, 3, 2, 4]
     assert made.values()["accumulation_steps"] == 2
@@ -778,11 +776,11 @@ def test_unequal_gpus_split_an_update_as_requested(
         "parallelism.shares=[32,0]",
     ],
 )
-def test_impossible_shares_are_refused(word: str) -> None:
-    assert refused(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
+def test_impossible_shares_are_rejected(word: str) -> None:
+    assert find_problems(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
 
 
-def test_the_plan_says_that_fsdp_shards_evenly_on_unequal_devices() -> None:
+def test_equal_fsdp_shards_on_unequal_devices_are_reported() -> None:
     for devices, is_said in ((PAIR, True), ((PAIR[0], dataclasses.replace(PAIR[0], index=1)), False)):
         made = plan("parallelism=fsdp", "parallelism.world_size=2", on=machine(*devices))
         notes = [note for note in made.notes if "shards are equal" in note]
@@ -799,16 +797,16 @@ CANNOT = [
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", CANNOT)
-def test_unsupported_combinations_are_refused(args: tuple[str, ...]) -> None:
-    assert refused("global_batch_size=32", "precision=fp32", *args, on=machine(*PAIR))[0].where == args[-1]
+def test_unsupported_combinations_are_rejected(args: tuple[str, ...]) -> None:
+    assert find_problems("global_batch_size=32", "precision=fp32", *args, on=machine(*PAIR))[0].where == args[-1]
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.12.1+cu130", True), ("2.13.0a0+1", False), ("2.14.1", False)])
-def test_fsdp_over_several_ranks_needs_a_torch_version_with_correct_gradients(version: str, is_refused: bool) -> None:
+def test_fsdp_needs_a_torch_version_with_correct_gradients(version: str, is_refused: bool) -> None:
     args, here = ("global_batch_size=32", "parallelism=fsdp"), machine(T4, T4_TOO)
     on = dataclasses.replace(here, torch_version=version)
     if is_refused:
-        assert refused(*args, on=on)[0].where == "parallelism=fsdp"
+        assert find_problems(*args, on=on)[0].where == "parallelism=fsdp"
     else:
         assert plan(*args, on=on).world_size == 2
     assert plan(*args, "parallelism.world_size=1", on=on).world_size == 1
@@ -823,7 +821,7 @@ def test_problems_and_notes_of_a_plan_are_printed_completely(screen: Callable[..
         *(((*PAIR_WORDS, word), pair) for word in ("parallelism.shares=[19,7,6]", "micro_batch_size=30")),
         *(((*PAIR_WORDS[1:], *args), pair) for args in CANNOT),
     ]
-    messages = [f"{' '.join(args)}\n{problem}" for args, here in asked for problem in refused(*args, on=here)[:1]]
+    messages = [f"{' '.join(args)}\n{problem}" for args, here in asked for problem in find_problems(*args, on=here)[:1]]
     planned = [
         (("hardware=t4", "precision.init_scale=8"), machine()),
         (("hardware=t4",), machine(A100)),
@@ -835,18 +833,18 @@ def test_problems_and_notes_of_a_plan_are_printed_completely(screen: Callable[..
     screen("\n\n".join(messages))
 
 
-def test_options_that_a_strategy_implies_are_chosen() -> None:
+def test_implied_options_are_chosen() -> None:
     made = plan("parallelism=fsdp", "optimizer=sgd", on=machine(*PAIR))
     assert made.choices["optimizer"].options["kernel"] == "foreach"
     assert made.choices["memory"].options["channels_last"] is False
 
 
-def test_more_ranks_than_gpus_are_reported_as_a_missing_device() -> None:
+def test_more_ranks_than_gpus_are_rejected() -> None:
     with pytest.raises(DeviceMissing, match="3 ranks need as many GPUs, but 2 can be used"):
         plan("parallelism=ddp", "parallelism.world_size=3", on=machine(*PAIR))
 
 
-def test_the_length_of_a_run_is_either_updates_or_epochs() -> None:
+def test_the_run_length_is_in_updates_or_epochs() -> None:
     in_updates, in_epochs = plan("updates=7"), plan("epochs=0.5")
     assert (in_updates.settings.updates, in_updates.settings.epochs, in_updates.values()["updates"]) == (7, None, 7)
     assert (in_epochs.settings.updates, in_epochs.settings.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
@@ -869,10 +867,10 @@ def test_the_length_of_a_run_is_either_updates_or_epochs() -> None:
         (("early_stopping.patience=3", "early_stopping.metric=val/a", "checkpoint=off"), (None, "min")),
     ],
 )
-def test_the_best_checkpoint_uses_the_metric_of_early_stopping_by_default(
+def test_the_best_checkpoint_uses_the_early_stopping_metric(
     args: tuple[str, ...], goal: tuple[str | None, str]
 ) -> None:
-    """Otherwise predictions would use a checkpoint after the metric that stopped the run had its best value."""
+    """Otherwise, predictions would use a checkpoint from after the best value of the metric that stopped the run."""
     options = plan(*args).choices["checkpoint"].options
     assert (options["best"], options["best_is"]) == goal
 
@@ -886,7 +884,7 @@ def test_the_best_checkpoint_uses_the_metric_of_early_stopping_by_default(
         (("precision=fp32", "optimizer.kernel=foreach"), machine(T4), False),
     ],
 )
-def test_an_optimizer_that_makes_loss_scaling_wait_for_the_gpu_is_reported(
+def test_optimizers_that_synchronize_with_loss_scaling_are_reported(
     args: tuple[str, ...], here: Inventory, waits: bool
 ) -> None:
     notes = [note for note in plan(*args, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
@@ -904,23 +902,23 @@ def test_precision_auto_on_an_amd_gpu_depends_on_its_architecture(device: Device
     if format_ == "bf16":
         assert plan("precision=bf16", on=here).choices["precision"].function == "bf16"
     else:
-        (problem,) = refused("precision=bf16", on=here)
+        (problem,) = find_problems("precision=bf16", on=here)
         assert device.architecture in str(problem)
-    (problem,) = refused("precision=tf32", on=here)
+    (problem,) = find_problems("precision=tf32", on=here)
     assert device.architecture in str(problem)
 
 
 def test_amd_gpus_of_two_architectures_use_a_common_precision() -> None:
     both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
-    assert both.choices["precision"].function == "fp32", "ranks share a format that all support"
+    assert both.choices["precision"].function == "fp32", "ranks use a format that all of them support"
 
 
-def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
-    """Memory is not predicted before a CPU run, so a large task limits its own micro-batches there."""
+def test_the_micro_batch_limit_of_a_cpu_does_not_apply_to_gpus() -> None:
+    """Memory is not predicted before a CPU run, so large tasks limit their micro-batches on a CPU."""
     args = ("task=gpt", "task.size=124m")
     on_cpu, on_gpu = plan(*args).batch, plan(*args, on=machine(T4)).batch
     assert (on_cpu.micro_batch_size, on_cpu.accumulation_steps) == (8, 60)
-    assert on_gpu.in_one_pass, "until memory is traced, the whole share"
+    assert on_gpu.in_one_pass, "the whole share, until memory is traced"
     assert plan(*args, "micro_batch_size=16").batch.micro_batch_size == 16
     assert plan(*args, "global_batch_size=4").batch.micro_batch_size == 4
     assert plan(*args, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (
@@ -930,7 +928,7 @@ def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
     )
 
 
-def test_copies_ahead_from_pageable_memory_are_reported() -> None:
+def test_prefetching_from_pageable_memory_is_reported() -> None:
     args = ("prefetch=stream", "dataloader.pin_memory=false")
     assert any("dataloader.pin_memory=true" in note for note in plan(*args, on=machine(T4)).notes)
     assert not any("pin_memory" in note for note in plan("prefetch=stream", on=machine(T4)).notes)

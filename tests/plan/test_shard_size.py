@@ -1,4 +1,4 @@
-"""parallelism.shard_size: groups of ranks that hold a copy of the model each."""
+"""parallelism.shard_size: each group of this many ranks holds a copy of the model."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def problems(ranks: Sequence[RankDevice], shard_size: int) -> list[Problem]:
     ("local_ranks", "expected"),
     [([0], (1,)), ([0, 1, 2], (3,)), ([0, 1, 0, 1], (2, 2)), ([0, 1, 0], (2, 1)), ([0, 0, 0], (1, 1, 1))],
 )
-def test_machines_are_recognized_from_consecutive_rank_numbers(
-    local_ranks: list[int], expected: tuple[int, ...]
-) -> None:
+def test_machines_are_inferred_from_rank_numbers(local_ranks: list[int], expected: tuple[int, ...]) -> None:
     assert ranks_per_machine(number_machines([RankDevice("cpu", "CPU")] * len(local_ranks), local_ranks)) == expected
 
 
@@ -56,25 +54,21 @@ def test_machines_are_recognized_from_consecutive_rank_numbers(
     ("counts", "expected"),
     [((4,), "all"), ((4, 4), 4), ((2, 2, 2), 2), ((4, 2), "all"), ((1, 1), "all"), ((1,), "all")],
 )
-def test_auto_shards_within_a_machine_if_there_are_several_equal_ones(
-    counts: tuple[int, ...], expected: int | str
-) -> None:
+def test_auto_shards_within_equal_machines(counts: tuple[int, ...], expected: int | str) -> None:
     made = plan_for(on_machines(*counts), "auto")
     assert made.choices["parallelism"].options["shard_size"] == expected
     assert made.reasons["parallelism.shard_size"].startswith("auto: ")
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(16, 4), (6, "all")])
-def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: float, expected: int | str) -> None:
+def test_auto_shards_over_all_ranks_if_needed(gib: float, expected: int | str) -> None:
     made = plan_for(on_machines(4, 4, gib=gib), "auto", needs(model(24)))
     assert made.choices["parallelism"].options["shard_size"] == expected
 
 
 @pytest.mark.parametrize(("network_gb_s", "expected"), [(400.0, "all"), (20.0, 4), (None, 4)])
-def test_auto_chooses_the_shard_size_with_the_shortest_predicted_update(
-    tmp_path: Path, network_gb_s: float | None, expected: int | str
-) -> None:
-    """With groups, a rank updates a larger part of the model, which pays off only on a slow network."""
+def test_auto_chooses_the_fastest_shard_size(tmp_path: Path, network_gb_s: float | None, expected: int | str) -> None:
+    """In smaller groups, each rank updates a larger part of the model, which is faster only on a slow network."""
     device = {
         "name": "a GPU", "memory_gib": 16, "capability": [9, 0], "bf16_tensor_tflops": 1000.0, "fp32_tflops": 100.0,
         "memory_bandwidth_gb_s": 1000.0, "link_gb_s": 400.0, "network_gb_s": network_gb_s, "gpus_per_machine": 4,
@@ -114,7 +108,7 @@ def test_parallelism_auto_keeps_shards_within_equal_machines() -> None:
 
 
 @pytest.mark.parametrize("shard_size", [1, 3, 8])
-def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(shard_size: int) -> None:
+def test_shard_size_must_divide_the_ranks(shard_size: int) -> None:
     (problem,) = problems(on_machines(4), shard_size)
     assert problem.where == f"parallelism.shard_size={shard_size}"
     assert "2, 4" in problem.fix
@@ -132,9 +126,7 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(shard_size: int)
         ((2, 4, 2), 4, True),
     ],
 )
-def test_a_note_is_printed_if_a_group_spans_machines_that_other_groups_use(
-    counts: tuple[int, ...], shard_size: int, is_noted: bool
-) -> None:
+def test_groups_that_share_machines_are_noted(counts: tuple[int, ...], shard_size: int, is_noted: bool) -> None:
     notes = plan_for(on_machines(*counts), shard_size).notes
     assert any("parallelism.shard_size" in note for note in notes) == is_noted
 
@@ -143,7 +135,7 @@ def test_one_process_ignores_the_shard_size() -> None:
     assert plan_for(on_machines(1), 4).world_size == 1
 
 
-def test_a_rank_needs_memory_for_one_shard_of_its_group() -> None:
+def test_memory_depends_on_the_shard_size() -> None:
     need, rank = model(20), on_machines(8)[0]
     in_pairs, of_two = (
         predict_memory(need, 2, rank, part) for part in (RankPart("fsdp", 8, shard_size=2), RankPart("fsdp", 2))
@@ -153,14 +145,12 @@ def test_a_rank_needs_memory_for_one_shard_of_its_group() -> None:
 
 
 @pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
-def test_a_run_that_lost_ranks_keeps_its_shard_size_if_it_divides_their_number(
-    kept: list[int], expected: int | str
-) -> None:
+def test_the_shard_size_survives_a_loss_of_ranks_if_possible(kept: list[int], expected: int | str) -> None:
     assert options_for_ranks({"shard_size": 2}, kept, 4)["shard_size"] == expected
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(12, "sharded"), (13, "full")])
-def test_gradients_stay_sharded_between_micro_batches_only_if_they_do_not_fit(gib: float, expected: str) -> None:
+def test_gradients_stay_sharded_only_if_needed(gib: float, expected: str) -> None:
     """Samples are processed one at a time, because the activations of the whole share of a rank do not fit."""
     made = plan_for(on_machines(4, gib=gib), "all", needs(model(24, activations=1.0)))
     assert made.choices["parallelism"].options["gradients"] == expected
@@ -191,7 +181,7 @@ def test_sharded_gradients_are_sent_after_each_micro_batch() -> None:
         Shards.of(ModelSizes(block=10**8, trained=10**9), 10**9, {"gradients": option}).traffic(3, 0.0, 0.0, ring)
         for option in ("full", "sharded")
     )
-    gathered = 3 * 10 * 2 * ring.gather(10**8)  # ten blocks, before each of the two passes
+    gathered = 3 * 10 * 2 * ring.gather(10**8)  # ten blocks are gathered before each of the two passes
     assert each.total - gathered == pytest.approx(3 * (once.total - gathered))
 
 
@@ -211,5 +201,7 @@ def test_network_all_reduces_overlap_with_communication_inside_machines() -> Non
     concurrent = shards.traffic(1, 0.0, 0.0, inside, network)
     assert concurrent.exposed == pytest.approx(first_and_last + blocks * (gather + max(2 * gather, total)))
     shared = shards.traffic(1, 0.0, 0.0, inside, link)
-    assert shared.exposed == pytest.approx(first_and_last + blocks * (3 * gather + total)), "on the same links"
+    assert shared.exposed == pytest.approx(first_and_last + blocks * (3 * gather + total)), (
+        "both collectives use the same links"
+    )
     assert concurrent.total == shared.total

@@ -85,9 +85,7 @@ def on_unequal_machines(*gib: float) -> list[RankDevice]:
         (model(20, layers=None), "fsdp", {"shard_size": "auto"}, "equal shards fit"),
     ],
 )
-def test_machines_with_unequal_devices_get_unequal_parts(
-    need: Demand, name: str, options: dict[str, str], reason: str
-) -> None:
+def test_unequal_devices_get_unequal_parts(need: Demand, name: str, options: dict[str, str], reason: str) -> None:
     result = choose_strategy(needs(need), on_unequal_machines(16, 11), 32, None)
     assert (result.name, result.options) == (name, options), result.reason
     assert reason in result.reason
@@ -102,21 +100,21 @@ def test_shares_by_memory_cover_all_machines() -> None:
 
 
 @pytest.mark.parametrize(("layers", "name"), [(4, "pipeline"), (None, "ddp")])
-def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: int | None, name: str) -> None:
+def test_layers_enable_a_pipeline_without_sharding(layers: int | None, name: str) -> None:
     result = choose_strategy(needs(model(20, layers=layers)), devices(16, 16), 32, None, can_shard=False)
     assert (result.name, result.fits) == (name, name == "pipeline")
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(40, True), (52, False)])
-def test_a_model_with_fewer_layers_than_ranks_is_pipelined_over_fewer_ranks(gib: float, fits: bool) -> None:
-    """Two layers on four ranks: two pipelines, each with a bucket for every gradient, in 2 x 32 GiB."""
+def test_few_layers_form_several_pipelines(gib: float, fits: bool) -> None:
+    """Two layers on four ranks form two pipelines of 2 x 32 GiB; each needs a bucket for every gradient."""
     result = choose_strategy(needs(model(gib, layers=2)), devices(32, 32, 32, 32), 32, None, can_shard=False)
     assert (result.name, result.fits) == ("pipeline" if fits else "ddp", fits)
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(16, True), (14, False)])
 def test_copies_of_traced_stages_need_memory_for_gradient_buckets(gib: float, fits: bool) -> None:
-    """Each of two stages takes 12 GiB; on four devices, a bucket for each gradient adds 3 GiB."""
+    """Each of the two stages takes 12 GiB. On four devices, a bucket for each gradient adds 3 GiB."""
     demand = dataclasses.replace(model(24), stages=(model(12), model(12)))
     there = devices(*(gib for _ in range(4)))
     result = choose_strategy(needs(demand), there, 32, None, can_shard=False)
@@ -126,7 +124,7 @@ def test_copies_of_traced_stages_need_memory_for_gradient_buckets(gib: float, fi
 
 
 @pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
-def test_auto_shards_only_with_a_torch_version_with_correct_gradients(version: str, name: str) -> None:
+def test_auto_shards_only_with_a_correct_torch_version(version: str, name: str) -> None:
     gpus = tuple(
         Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB, capability=(8, 0), free_bytes=16 * GIB)
         for index in range(2)
@@ -137,7 +135,7 @@ def test_auto_shards_only_with_a_torch_version_with_correct_gradients(version: s
     assert made.choices["parallelism"].function == name
 
 
-def test_a_model_that_fits_on_no_device_is_reported_with_remedies() -> None:
+def test_a_model_too_large_for_all_devices_is_reported() -> None:
     result = choose_strategy(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert (result.name, result.options, result.fits) == ("ddp", {"shares": "memory"}, False)
     assert "1 sample needs 50" in result.reason
@@ -145,15 +143,15 @@ def test_a_model_that_fits_on_no_device_is_reported_with_remedies() -> None:
     assert "layers()" in result.reason
 
 
-def test_a_task_that_refuses_pipelines_is_not_advised_to_define_layers() -> None:
+def test_tasks_that_reject_pipelines_get_no_advice_on_layers() -> None:
     refusing, undefined = (choose_strategy(needs(model(40, layers=n)), devices(11, 8), 32, None) for n in (0, None))
     assert (refusing.name, refusing.fits) == ("ddp", False)
     assert undefined.reason.startswith(refusing.reason)
     assert undefined.reason != refusing.reason
 
 
-def test_micro_batches_chosen_for_gradient_accumulation_fit() -> None:
-    """With a single pass per update, gradients do not coexist with activations; with several passes they do."""
+def test_micro_batches_for_gradient_accumulation_fit() -> None:
+    """Gradients and activations coexist only if an update has several micro-batches."""
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
     whole = [
@@ -168,8 +166,8 @@ def test_micro_batches_chosen_for_gradient_accumulation_fit() -> None:
     assert need.fits(there, [held] * 2, RankPart("ddp", 2, 16))
 
 
-def test_speed_based_shares_use_micro_batches_that_fit_the_smallest_device() -> None:
-    """No micro-batch is larger, whatever the shares become."""
+def test_shares_by_speed_fit_the_smallest_device() -> None:
+    """The size of micro-batches does not depend on the shares."""
     need, there, part = model(4, activations=0.3), devices(11, 8), RankPart("ddp", 2)
     held = needs(need).max_samples(None, there, 32, part)
     assert (

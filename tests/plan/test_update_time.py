@@ -47,13 +47,13 @@ from runner.workload.partition import ideal_bubble
 from scripts.measure.update_time import ROWS, Row, write_profiles
 from scripts.measure.update_time import predict as predict_row
 
-# round rates: 1e12 products and 1e11 bytes per second are achieved
+# so that the achieved rates are round: 1e12 products and 1e11 bytes per second
 DEVICE = DeviceRates(2e12, 1.25e11, 0.5, link_bytes_per_s=1.25e10)
 MODEL = ModelSizes(block=10**7, outside=2 * 10**7, trained=10**8, buckets=(10**6, *[33 * 10**6] * 3), num_layers=4)
 
 
 def demand(*, launches: int = 0) -> Demand:
-    """Return a demand of 1e12 products, 1e10 bytes for them and 3e10 for others per sample; 5e10 for the optimizer."""
+    """Return a demand of 1e12 products, 1e10 bytes for them and 3e10 other bytes per sample."""
     points = tuple(
         TracedPoint(size, Bytes(parameters=10**8), 0, ComputeCost(10**12, 4 * 10**10, launches, 10**10).scale(size))
         for size in (1, 8)
@@ -90,7 +90,7 @@ def known(time: UpdateTime | None) -> UpdateTime:
 
 
 def on_ranks(count: int, *args: str, batch: int = 8, device: DeviceRates = DEVICE) -> UpdateTime:
-    """Return the time of an update on this many equal devices, with `batch` samples in one micro-batch of each."""
+    """Return the time of an update on `count` equal devices, each with one micro-batch of `batch` samples."""
     sizes = (f"global_batch_size={batch * count}", f"micro_batch_size={batch}")
     return known(predict(*sizes, *args, devices=(device,) * count))
 
@@ -120,9 +120,7 @@ def test_compiled_elementwise_operators_access_less_memory() -> None:
 @pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from([("none", LAUNCH_S), ("selective", SELECTIVE_LAUNCH_S)]))
 @settings(max_examples=10)
-def test_an_eager_update_on_a_gpu_takes_at_least_as_long_as_its_kernel_launches(
-    launches: int, memory: tuple[str, float]
-) -> None:
+def test_eager_updates_take_at_least_the_launch_time(launches: int, memory: tuple[str, float]) -> None:
     name, launch_s = memory
     time = known(predict("global_batch_size=1", f"memory={name}", need=demand(launches=launches)))
     host = UPDATE_HOST_S + launches * launch_s
@@ -130,7 +128,7 @@ def test_an_eager_update_on_a_gpu_takes_at_least_as_long_as_its_kernel_launches(
     assert (time.part(LAUNCHES) > 0) == (host > 1.8)
 
 
-def test_compiled_and_cpu_updates_do_not_wait_for_kernel_launches() -> None:
+def test_compiled_and_cpu_updates_have_no_launch_time() -> None:
     need = demand(launches=10**9)
     assert known(predict("global_batch_size=1", "compile=default", need=need)).part(LAUNCHES) == 0
     assert known(predict("global_batch_size=1", need=need, is_gpu=False)).part(LAUNCHES) == 0
@@ -149,12 +147,12 @@ def test_larger_batches_have_longer_predicted_updates() -> None:
     assert sorted(set(times)) == times
 
 
-def test_no_time_is_predicted_for_a_device_without_known_rates() -> None:
+def test_devices_of_unknown_rates_have_no_prediction() -> None:
     assert predict("global_batch_size=2", devices=(DeviceRates(),)) is None
     assert predict("global_batch_size=2", "parallelism=ddp", devices=(DEVICE, DeviceRates(1e12))) is None
 
 
-def test_no_time_is_predicted_for_a_model_whose_operators_are_unknown() -> None:
+def test_models_of_unknown_operators_have_no_prediction() -> None:
     points = tuple(dataclasses.replace(point, work=ComputeCost()) for point in demand().points)
     assert predict("global_batch_size=1", need=dataclasses.replace(demand(), points=points)) is None
 
@@ -170,34 +168,36 @@ COMPUTED_S = 10.9
     [
         (["dataloader.num_workers=2"], 1.0, 0.0),  # 4 s of reading overlap with the device
         (["dataloader.num_workers=2"], 3.0, 12 - COMPUTED_S),
-        (["dataloader.num_workers=0"], 3.0, 24 - COMPUTED_S),  # reading takes turns with the host time, which is 0 here
+        (
+            ["dataloader.num_workers=0"],
+            3.0,
+            24 - COMPUTED_S,
+        ),  # reading does not overlap with host time, which is 0 here
         (["dataloader=thread"], 1.5, 12 - COMPUTED_S),
         (["dataloader.num_workers=4", "dataloader.workers_above_ms=20000"], 2.0, 16 - COMPUTED_S),  # no workers
     ],
 )
-def test_the_device_waits_if_reading_takes_longer_than_computation(
-    args: list[str], read_s: float, waiting: float
-) -> None:
+def test_the_device_waits_for_slow_reading(args: list[str], read_s: float, waiting: float) -> None:
     need = dataclasses.replace(demand(), read_s=read_s)
     assert known(predict(*SIZES, *args, need=need, is_gpu=False)).part(LOADING) == pytest.approx(waiting)
 
 
-def test_reading_in_the_training_process_does_not_overlap_with_kernel_launches() -> None:
+def test_reading_without_workers_delays_kernel_launches() -> None:
     launches = 400_000
     host_s = UPDATE_HOST_S + launches * LAUNCH_S
-    assert host_s < COMPUTED_S, "in the rest of this time, the host reads"
+    assert host_s < COMPUTED_S, "the host reads in the remaining time"
     need = dataclasses.replace(demand(launches=launches), read_s=1.0)
     time = known(predict(*SIZES, "dataloader.num_workers=0", need=need))
     assert time.part(LOADING) == pytest.approx(8 - (COMPUTED_S - host_s))
 
 
 @pytest.mark.parametrize("args", [("dataloader.cache=memory",), ()])
-def test_loading_is_unknown_if_samples_are_cached_or_were_not_read(args: tuple[str, ...]) -> None:
+def test_the_loading_time_of_cached_or_unread_samples_is_unknown(args: tuple[str, ...]) -> None:
     need = dataclasses.replace(demand(), read_s=1.0 if args else None)
     assert LOADING not in [part.name for part in known(predict(*SIZES, *args, need=need)).parts]
 
 
-def test_the_time_of_a_custom_loader_is_unknown(tmp_path: Path) -> None:
+def test_the_loading_time_of_a_custom_loader_is_unknown(tmp_path: Path) -> None:
     file = tmp_path / "own_loader.py"
     file.write_text(
         "from runner import Task\ndef build() -> Task: ...\n"
@@ -245,15 +245,17 @@ def test_several_machines_are_limited_by_their_network_and_its_latency() -> None
     assert make_ring([dataclasses.replace(device, network_bytes_per_s=None)] * 8) is None
 
 
-def test_buckets_overlap_with_the_backward_pass_except_the_last() -> None:
+def test_all_buckets_but_the_last_overlap_with_the_backward_pass() -> None:
     ring = Ring(2, 1e9, 0.0)
     each = ring.reduce(10**6)
     traffic = reduce_buckets((10**6,) * 10, 1.0, ring)
     assert traffic.total == pytest.approx(10 * each)
-    assert traffic.exposed == pytest.approx(each), "the others are done before the backward pass ends"
+    assert traffic.exposed == pytest.approx(each), "the other buckets are sent before the backward pass ends"
     assert reduce_buckets((10**6,) * 10, 0.0, ring).exposed == pytest.approx(traffic.total), "nothing to overlap with"
     slow = reduce_buckets((10**6,) * 10, 5 * each, ring)
-    assert slow.exposed == pytest.approx(0.5 * each + 10 * each - 5 * each), "waits for the first, then sends all"
+    assert slow.exposed == pytest.approx(0.5 * each + 10 * each - 5 * each), (
+        "sends everything after the first bucket is complete"
+    )
     assert reduce_buckets((), 1.0, ring).exposed == 0
 
 
@@ -266,7 +268,9 @@ def test_fsdp_does_not_overlap_its_first_all_gather_and_last_reduce_scatter() ->
     assert traffic.total == pytest.approx(3 * (8 * block) + 2 * outside)
     assert traffic.exposed == pytest.approx(2 * block + 2 * outside)
     bound = shards.traffic(1, 0.0, 0.0, ring)
-    assert bound.exposed == pytest.approx(bound.total - block), "all but the gather of a block that is still present"
+    assert bound.exposed == pytest.approx(bound.total - block), (
+        "all except the gather of a block that is still in memory"
+    )
     kept = dataclasses.replace(shards, reshards=False).traffic(1, 10.0, 20.0, ring)
     assert kept.total == pytest.approx(traffic.total - 8 * block)
     half = Shards.of(MODEL, 10**8, {"communicate": "bfloat16"})
@@ -280,7 +284,7 @@ def test_a_model_without_blocks_is_gathered_at_once() -> None:
     assert traffic.exposed == traffic.total == pytest.approx(2 * ring.gather(10**8))
 
 
-def test_groups_all_gather_within_and_all_reduce_shards_across_groups() -> None:
+def test_groups_gather_inside_and_reduce_across() -> None:
     device = dataclasses.replace(DEVICE, network_bytes_per_s=1.25e9, per_machine=2)
     across = make_ring_across([device] * 4, 2)
     assert across == Ring(2, 1e9 / 2, NETWORK_LATENCY_S, uses_network=True), "both ranks of a machine share its network"
@@ -297,12 +301,12 @@ def test_groups_all_gather_within_and_all_reduce_shards_across_groups() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_communication_takes_longer_with_more_ranks_and_slower_links(strategy: str) -> None:
+def test_communication_time_grows_with_ranks_and_slower_links(strategy: str) -> None:
     option = f"parallelism={strategy}"
     times = [on_ranks(count, option) for count in (2, 3, 8)]
     exposed = [time.part(COMMUNICATION) for time in times]
     assert 0 < exposed[0] < exposed[1] < exposed[2]
-    assert len({time.part(PRODUCTS) for time in times}) == 1, "the share of a rank is the same"
+    assert len({time.part(PRODUCTS) for time in times}) == 1, "each rank has the same share"
     fast = on_ranks(8, option, device=dataclasses.replace(DEVICE, link_bytes_per_s=1e12))
     assert fast.part(COMMUNICATION) < exposed[2]
     assert fast.seconds == pytest.approx(sum(part.seconds or 0.0 for part in fast.parts))
@@ -313,7 +317,7 @@ def test_fsdp_divides_the_optimizer_step() -> None:
     assert on_ranks(4, "parallelism=ddp").part(OPTIMIZER) == pytest.approx(0.5)
 
 
-def test_an_unknown_link_makes_the_time_a_lower_bound() -> None:
+def test_an_unknown_link_gives_a_lower_bound() -> None:
     time = on_ranks(2, "parallelism=ddp", device=dataclasses.replace(DEVICE, link_bytes_per_s=None))
     assert not time.is_complete
     assert str(time).startswith("at least ")
@@ -342,7 +346,7 @@ def staged(count: int, received: int) -> Demand:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("count", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
-def test_the_bubble_of_equal_stages_equals_the_published_formula(schedule: str, count: int, micro_batches: int) -> None:
+def test_the_bubble_of_equal_stages_matches_the_formula(schedule: str, count: int, micro_batches: int) -> None:
     args = (f"global_batch_size={micro_batches}", "micro_batch_size=1", "parallelism=pipeline")
     need = staged(count, 0)
     time = known(predict(*args, f"parallelism.schedule={schedule}", need=need, devices=(DEVICE,) * count))
@@ -357,7 +361,7 @@ def test_the_bubble_of_equal_stages_equals_the_published_formula(schedule: str, 
     assert sends.part(BUBBLE) == time.part(BUBBLE)
 
 
-def test_a_pipeline_that_was_not_traced_is_divided_equally() -> None:
+def test_an_untraced_pipeline_is_divided_equally() -> None:
     args = ("global_batch_size=8", "micro_batch_size=1", "parallelism=pipeline")
     time = known(predict(*args, devices=(DEVICE,) * 2))
     assert time.part(PRODUCTS) == pytest.approx(4.0)
@@ -367,7 +371,7 @@ def test_a_pipeline_that_was_not_traced_is_divided_equally() -> None:
 # ---------------------------------------------------------------- profiles
 
 
-def test_rates_are_taken_from_the_profile_that_lists_the_device() -> None:
+def test_rates_come_from_the_profile_of_the_device() -> None:
     profiles = list(profile_facts().values())
     h100 = find_rates("nvidia h100 80gb hbm3", "bf16", profiles)
     assert (h100.flops_per_s, h100.bytes_per_s) == (989e12, 3350e9)
@@ -398,7 +402,7 @@ GPT2_ROWS = [row for row in ROWS if row.name.startswith("GPT-2") and not row.is_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GPT2_ROWS, ids=lambda row: row.name)
-def test_predictions_for_gpt_2_deviate_by_less_than_a_quarter_from_measurements(row: Row, tmp_path: Path) -> None:
-    """The other rows of docs/update-time.md take longer to trace; `scripts/measure/update_time.py` prints all."""
+def test_gpt_2_predictions_are_within_a_quarter(row: Row, tmp_path: Path) -> None:
+    """Other rows of docs/update-time.md take longer to trace; scripts/measure/update_time.py prints all rows."""
     write_profiles(tmp_path)
     assert 0.75 < predict_row(row, tmp_path).seconds / row.measured < 1.25
