@@ -1,4 +1,4 @@
-"""Trace fewer streamlines in dipy's volume: with all of them, tracing would dominate the time of these tests."""
+"""Trace fewer streamlines in dipy's volume, because tracing all of them would dominate the time of these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Letters are drawn, written and read back consistently; splits are disjoint; invalid data is refused."""
+"""Letters are drawn, written and read back consistently; splits are disjoint; invalid data is rejected."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def changed(folder: Path, change: Callable[[Content], object], split: str = "tra
 
 
 @pytest.mark.slow
-def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Splits) -> None:
+def test_letters_have_the_same_points_in_every_font(letters: Splits) -> None:
     every = [letter for split in letters.values() for letter in split]
     assert len(every) > 400
     assert min(map(len, letters.values())) > 30
@@ -90,11 +90,11 @@ def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Split
         assert KEYPOINTS[0] <= len(letter.keypoints) <= KEYPOINTS[1]
         assert all(shape.shape == (len(letter.codes), 2) for shape in letter.outlines.values())
         places = np.stack(list(letter.outlines.values()))[:, list(letter.keypoints)]
-        assert np.abs(places - places.mean(axis=0)).max() < 0.3, "the same corner in every font"
+        assert np.abs(places - places.mean(axis=0)).max() < 0.3, "the keypoint must be the same corner in every font"
 
 
 @pytest.mark.slow
-def test_a_letter_and_similar_letters_are_in_the_same_split(letters: Splits) -> None:
+def test_similar_letters_are_in_the_same_split(letters: Splits) -> None:
     names = {split: {letter.name for letter in members} for split, members in letters.items()}
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
     where = {name: split for split, members in names.items() for name in members}
@@ -103,7 +103,7 @@ def test_a_letter_and_similar_letters_are_in_the_same_split(letters: Splits) -> 
 
 
 @pytest.mark.slow
-def test_no_held_out_letter_resembles_a_training_letter(letters: Splits) -> None:
+def test_held_out_letters_do_not_resemble_training_letters(letters: Splits) -> None:
     assert find_resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
     where = {letter.name: split for split, members in letters.items() for letter in members}
     for likenesses in ("F\ua7fb\u2132\U00010305", "S\u01a7", "s\u01a8", "\u0394\u1401", "M\u01a9", "v\u039b"):
@@ -111,7 +111,7 @@ def test_no_held_out_letter_resembles_a_training_letter(letters: Splits) -> None
 
 
 @pytest.mark.slow
-def test_letters_resemble_their_mirror_image_with_any_direction_and_starting_point(letters: Splits) -> None:
+def test_letters_resemble_their_mirror_images(letters: Splits) -> None:
     letter = next(letter for letter in letters["train"] if letter.name == "F")
     points = [point for point, code in enumerate(letter.codes) if code != 79]
     assert letter.codes[:-1] == (1, *[2] * (len(points) - 1)), "one contour of straight lines"
@@ -136,14 +136,14 @@ def test_letters_are_drawn_at_their_keypoints(few: Splits) -> None:
     assert drawing.picture.shape == (64, 64, 3)
     assert (places >= drawing.box[:2] - 0.01).all()
     assert (places <= drawing.box[:2] + drawing.box[2:] + 0.01).all()
-    # both colours occur around each corner of the letter
+    # both colors occur around each corner of the letter
     for column, row in places:
         top, left = (int(min(max(value - 2, 0), 60)) for value in (row, column))
         assert np.ptp(picture[top : top + 4, left : left + 4], axis=(0, 1)).max() > 60
 
 
 @pytest.mark.slow
-def test_keypoints_moved_out_of_the_picture_by_a_pose_are_recorded(written: Path) -> None:
+def test_keypoints_outside_of_a_posed_picture_are_counted(written: Path) -> None:
     for split in ("train", "val", "test"):
         content = json.loads((written / "annotations" / f"{split}.json").read_text())
         triples = [np.array(row["keypoints"]).reshape(-1, 3) for row in content["annotations"]]
@@ -187,7 +187,7 @@ def test_a_batch_equals_its_stacked_samples(written: Path) -> None:
 
 
 @pytest.mark.slow
-def test_support_and_queries_are_different_objects_of_one_category(written: Path) -> None:
+def test_support_and_queries_are_different_objects(written: Path) -> None:
     data = episodes(written, "val", queries=3)
     objects = data.__getitems__(range(len(data)))["object"]
     assert objects[:, 0].tolist() == list(range(len(data)))
@@ -197,7 +197,7 @@ def test_support_and_queries_are_different_objects_of_one_category(written: Path
 
 
 @pytest.mark.slow
-def test_training_episodes_depend_on_the_epoch_and_validation_episodes_do_not(written: Path) -> None:
+def test_only_training_episodes_depend_on_the_epoch(written: Path) -> None:
     for augmentation in (Augmentation(), None):
         data = episodes(written, augmentation=augmentation)
         first = data[3]["query_xy"]
@@ -208,7 +208,7 @@ def test_training_episodes_depend_on_the_epoch_and_validation_episodes_do_not(wr
 
 
 @pytest.mark.slow
-def test_categories_with_any_number_of_keypoints_are_padded(written: Path) -> None:
+def test_categories_are_padded_to_the_same_number_of_keypoints(written: Path) -> None:
     data = episodes(written, max_keypoints=20)
     batch = data.__getitems__(range(len(data)))
     counts = [annotation.category.num_keypoints for annotation in data.poses.annotations]
@@ -219,9 +219,15 @@ def test_categories_with_any_number_of_keypoints_are_padded(written: Path) -> No
     assert not batch["query_xy"][~batch["query_visible"]].any()
 
 
-def test_keypoints_follow_the_picture_when_it_is_augmented() -> None:
+def test_keypoints_follow_an_augmented_picture() -> None:
     images = torch.zeros(4, 3, 3, 64, 64, dtype=torch.uint8)
-    xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # central: no border mirrors them
+    xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(
+        4,
+        3,
+        3,
+        2,
+        # central, so that the border does not mirror them
+    )
     for point in range(3):
         column, row = (xy[0, 0, point] * 64).int().tolist()
         images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 255  # a channel for each point
@@ -241,7 +247,7 @@ def test_keypoints_follow_the_picture_when_it_is_augmented() -> None:
     assert sizes.unique().numel() == 12
 
 
-def test_keypoints_moved_out_of_the_picture_by_augmentation_are_invisible_and_counted() -> None:
+def test_keypoints_outside_of_an_augmented_picture_are_invisible() -> None:
     places = torch.tensor([[0.02, 0.02], [0.98, 0.98], [0.5, 0.5], [0.4, 0.5]])
     xy, seen = places.expand(30, 1, 4, 2), torch.tensor([True, True, True, False]).expand(30, 1, 4)
     rngs = [sample_rng(0, 0, index) for index in range(30)]
@@ -275,7 +281,7 @@ def test_a_flip_exchanges_left_and_right_keypoints() -> None:
     assert visible.flatten().tolist() == [True, False, True, True, True, True]
     expected = xy[[0, 2, 1, 4, 3, 5]] * torch.tensor([-1.0, 1.0]) + torch.tensor([1.0, 0.0])
     torch.testing.assert_close(moved[visible], expected[visible[0, 0]])
-    assert moved[0, 0, 2, 0] > moved[0, 0, 0, 0], "the right eye stays right of the nose, as before"
+    assert moved[0, 0, 2, 0] > moved[0, 0, 0, 0], "the right eye stays to the right of the nose"
     as_given, stayed, _, _, _, _ = augment(only_flips, [sample_rng(0, 0, 0)], image, *given, [None])
     torch.testing.assert_close(as_given, image / 255)
     torch.testing.assert_close(stayed, given[0])
@@ -293,14 +299,14 @@ def test_crops_keep_keypoints_on_their_pixels(crop: Any, tmp_path: Path) -> None
     )
     left, top, side = annotation.square(crop)
     picture = read_crop(annotation, crop, 40).float().mean(dim=0)
-    weight = torch.where(picture > 140, picture - 128, 0.0)  # grey outside the picture
+    weight = torch.where(picture > 140, picture - 128, 0.0)  # gray outside the picture
     middle = torch.arange(40) + 0.5
     result = torch.stack([(weight.sum(0) * middle).sum(), (weight.sum(1) * middle).sum()]) / weight.sum()
     expected = torch.tensor([130 - left, 70 - top]) / side * 40
     torch.testing.assert_close(result.double(), expected.double(), atol=0.35, rtol=0)
 
 
-def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
+def test_copied_supports_have_mean_positions_for_hidden_keypoints() -> None:
     batch = {
         "support_xy": torch.tensor([[[0.2, 0.4], [0.4, 0.8], [0.0, 0.0]]]),
         "support_visible": torch.tensor([[True, True, False]]),
@@ -338,7 +344,7 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
         (lambda c: c.update(categories=[], annotations=[]), "at least one category"),
     ],
 )
-def test_an_invalid_file_is_refused(folder: Path, change: Callable[[Content], object], match: str) -> None:
+def test_an_invalid_file_is_rejected(folder: Path, change: Callable[[Content], object], match: str) -> None:
     with pytest.raises(DataError, match=match) as caught:
         read_pose_set(changed(folder, change), "train")
     assert "train.json" in str(caught.value)
@@ -346,7 +352,7 @@ def test_an_invalid_file_is_refused(folder: Path, change: Callable[[Content], ob
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["images", "annotations", "categories"])
-def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, key: str) -> None:
+def test_a_field_of_any_type_is_read_or_rejected(written: Path, tmp_path: Path, key: str) -> None:
     (tmp_path / "images").symlink_to(written / "images")
     (tmp_path / "annotations").mkdir()
     content = json.loads((written / "annotations" / "val.json").read_text())
@@ -358,7 +364,7 @@ def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, k
             (tmp_path / "annotations" / "val.json").write_text(json.dumps({**content, key: rows}))
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # of objects that are not used
+                    warnings.simplefilter("ignore", UserWarning)  # fields of objects that are not used
                     read_pose_set(tmp_path, "val")
             except (DataError, InputMissing) as error:
                 refused.append((field, error))
@@ -373,7 +379,7 @@ def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, k
 
 @pytest.mark.slow
 def test_a_category_needs_two_objects(folder: Path) -> None:
-    """MP-100 lists such categories: one with a single object and one of another split are left out."""
+    """MP-100 lists categories with a single object or of another split; both are left out."""
 
     def keep_one(content: Content) -> None:
         rows = content["annotations"]
@@ -394,7 +400,7 @@ def test_a_category_needs_two_objects(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path) -> None:
+def test_objects_without_visible_keypoints_are_skipped(folder: Path) -> None:
     def hide(content: Content) -> None:
         content["annotations"][0]["keypoints"] = [-5.0, 900.0, 0.0] * (len(keypoints_of(content)) // 3)
         content["annotations"][1].update(keypoints=[], num_keypoints=0)
@@ -407,7 +413,7 @@ def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path
 
 
 @pytest.mark.slow
-def test_visible_keypoints_outside_the_crop_are_counted_and_named(folder: Path) -> None:
+def test_visible_keypoints_outside_the_crop_are_reported(folder: Path) -> None:
     def shrink(content: Content) -> None:
         for row in content["annotations"][1:3]:
             x, y, _ = row["keypoints"][-3:]
@@ -435,7 +441,7 @@ def test_invisible_keypoints_may_have_any_coordinates(folder: Path) -> None:
 
 
 def write_mp100(folder: Path) -> None:
-    """Write a split as in MP-100, with crowds, points outside of the image, and links counted from 0."""
+    """Write a split as in MP-100, with crowds, points outside of the image, and skeleton links counted from 0."""
     (folder / "annotations").mkdir(parents=True)
     (folder / "images" / "animal_face").mkdir(parents=True)
     images = [
@@ -445,8 +451,8 @@ def write_mp100(folder: Path) -> None:
         Image.new("RGB", (40, 30)).save(folder / "images" / str(image["file_name"]))
     usual = [10, 10, 2, 30, 10, 1, 20, 25, 2]
     special: list[dict[str, Any]] = [
-        {"keypoints": [10, 10, 2, 40.4, 10, 2, 20, -3, 1]},  # two outside
-        {"keypoints": [10, 10, None, 30, 10, 2, 0, 0, 0]},  # no visibility of the first
+        {"keypoints": [10, 10, 2, 40.4, 10, 2, 20, -3, 1]},  # two points outside of the image
+        {"keypoints": [10, 10, None, 30, 10, 2, 0, 0, 0]},  # no visibility of the first point
         {"keypoints": [10, 10, 30, 10, 0, 0]},  # no visibilities
         {"iscrowd": 1, "keypoints": [], "segmentation": {"counts": [1200], "size": [30, 40]}},
         {"bbox": [5, 5, 0, 20]},
@@ -502,7 +508,7 @@ def test_missing_files_are_reported_by_name(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_invalid_json_and_images_are_refused(folder: Path) -> None:
+def test_invalid_json_and_images_are_rejected(folder: Path) -> None:
     annotations = read_pose_set(folder, "train").annotations
     annotations[0].image.write_bytes(b"no picture")
     Image.new("RGB", (8, 8)).save(annotations[1].image)
@@ -518,7 +524,7 @@ def test_invalid_json_and_images_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validation_has_no_category_of_training(folder: Path) -> None:
+def test_validation_and_training_categories_are_disjoint(folder: Path) -> None:
     train, val = read_pose_set(folder, "train"), read_pose_set(folder, "val")
     check_disjoint([train, val])
     name = train.categories[0].name
@@ -535,7 +541,7 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
     assert read_pose_set(folder, "val", fold=3).path.name == "mp100_split3_val.json"
     with pytest.raises(InputMissing, match="mp100_split1_val"):
         read_pose_set(folder, "val")
-    for split in ("train", "val"):  # the test split of another fold is not that of this one
+    for split in ("train", "val"):  # fold 1 must not use the test split of fold 3
         path = folder / "annotations" / f"mp100_split3_{split}.json"
         shutil.copy(path, path.with_name(f"mp100_split1_{split}.json"))
     assert "test" not in build(Context(0, folder, tmp_path), image_size=SIDE).sets  # type: ignore[attr-defined]
@@ -543,7 +549,7 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_selected_categories_are_trained_on(folder: Path) -> None:
+def test_training_uses_only_selected_categories(folder: Path) -> None:
     poses = read_pose_set(folder, "train")
     name = poses.categories[1].name
     few = select_categories(poses, [name])
@@ -555,7 +561,7 @@ def test_only_the_selected_categories_are_trained_on(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_invalid_image_size_is_refused_with_the_valid_ones(folder: Path) -> None:
+def test_an_invalid_image_size_is_rejected(folder: Path) -> None:
     with pytest.raises(AccelRunError, match="multiple of 32"):
         build(Context(0, folder, folder), image_size=50)
 

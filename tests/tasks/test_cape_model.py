@@ -34,7 +34,7 @@ SMALL = Shape(
     decoder_layers=2,
     grid=8,
 )
-# Convolutions, then five sums per layer of the transformer, of at most as many terms as the image has cells.
+# Convolutions, then five sums per transformer layer, each with at most as many terms as the image has cells.
 TERMS = (3 + 5 * 4) * 2 * SMALL.grid**2
 KINDS = ["dense", "deformable"]
 Batch = dict[str, Tensor]
@@ -43,7 +43,7 @@ Batch = dict[str, Tensor]
 def make_model(kind: str = "dense", *, pretrained: bool = False) -> PoseTransformer:
     torch.manual_seed(0)
     model = PoseTransformer(replace(SMALL, attention=kind, pretrained=pretrained))  # type: ignore[arg-type]
-    for weight in model.parameters():  # move away from the initial values, so that differences are visible
+    for weight in model.parameters():  # far from the initial values, so that differences are visible
         with torch.no_grad():
             weight.add_(0.05 * torch.randn_like(weight))
     return model.eval()
@@ -56,7 +56,7 @@ def make_task(model: nn.Module, forget: float = 0.0) -> CategoryAgnosticPose:
 
 
 def make_batch(counts: tuple[int, ...] = (5, 3), queries: int = 2, max_keypoints: int = 5) -> Batch:
-    """Return episodes with `counts` keypoints; the second one of supports and the third of queries are invisible."""
+    """Return episodes with `counts` keypoints. Keypoint 1 of supports and keypoint 2 of queries are invisible."""
     generator = torch.Generator().manual_seed(1)
     B, Q, K = len(counts), queries, max_keypoints
     present = torch.arange(K) < torch.tensor(counts)[:, None]
@@ -131,7 +131,7 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("value", [0.3, math.nan, math.inf])
-def test_invisible_and_missing_keypoints_are_not_in_the_loss(value: float) -> None:
+def test_invisible_and_missing_keypoints_do_not_affect_the_loss(value: float) -> None:
     model, batch = make_model(), make_batch()
     expected, items = make_task(model).loss(model, batch)
     expected.backward()
@@ -187,12 +187,12 @@ def test_the_loss_equals_a_computation_by_hand() -> None:
     xy = torch.tensor([[[[0.3, 0.4], [0.9, 0.9], [0.1, 0.1], [0.5, 0.5]]]])
     predictions = KeypointPredictions(xy[0], xy.repeat(1, 2, 1, 1), torch.zeros(1, 2, 4, 2))
     loss, items = make_task(nn.Identity()).loss(lambda _: predictions, batch)  # type: ignore[arg-type]
-    # the L1 of one point in the proposals and two layers; the types of that point and of the end in two layers
+    # the L1 distance of one point in the proposals and two layers; the types of the point and of the end in two layers
     assert float(loss) == pytest.approx(3 * 5 * 0.1 + 2 * 2 * math.log(2))
     assert int(items) == 1
 
 
-def test_queries_without_a_visible_keypoint_are_excluded_from_the_loss() -> None:
+def test_queries_without_visible_keypoints_have_no_loss() -> None:
     model, batch = make_model(), make_batch()
     task = make_task(model)
     nothing = {**batch, "query_visible": torch.zeros_like(batch["query_visible"])}
@@ -225,7 +225,7 @@ def composed(model: PoseTransformer) -> Any:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [*KINDS, "pretrained"])
-def test_composed_layers_give_the_outputs_of_the_model(kind: str) -> None:
+def test_composed_layers_equal_the_model(kind: str) -> None:
     model = make_model("deformable" if kind == "pretrained" else kind, pretrained=kind == "pretrained")
     batch = make_batch((5, 3, 4))
     for one, other in zip(composed(model)(batch), model(batch), strict=True):
@@ -245,7 +245,7 @@ def test_layers_decode_like_the_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_a_batch_equals_decoding_its_rows_one_by_one(kind: str) -> None:
+def test_decoding_does_not_depend_on_the_batch(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 3, 1))
     together = decode(model, batch)
     for row in range(3):
@@ -255,7 +255,7 @@ def test_decoding_a_batch_equals_decoding_its_rows_one_by_one(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_equals_teacher_forcing_with_its_own_predictions(kind: str) -> None:
+def test_decoding_equals_teacher_forcing_with_predictions(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
     decoded = decode(model, batch)
     own = decoded.xy[:, -1, :-1].view_as(batch["query_xy"])
@@ -317,13 +317,13 @@ def test_a_keypoint_predicted_after_the_end_is_not_a_hit() -> None:
 def test_pck_counts_keypoints_within_a_fifth_of_the_longer_side() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_visible"] = torch.tensor([[[True, True, False]]])
-    away = torch.tensor([0.099, 0.101, 0.0])  # the longer side is half of the picture
+    away = torch.tensor([0.099, 0.101, 0.0])  # the longer side of the box is half of the picture
     hits, distances = score_keypoints(batch["query_xy"] + torch.stack([away, torch.zeros(3)], dim=-1), batch)
     assert hits.flatten().tolist() == [True, False, False]
     torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
 
 
-def test_target_types_end_after_the_last_keypoint_regardless_of_visibility() -> None:
+def test_target_types_end_after_the_last_keypoint() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     types, counted = target_types(batch)
     assert (types == END).nonzero().tolist() == [[0, 4], [1, 2]]
@@ -336,7 +336,7 @@ def test_target_types_end_after_the_last_keypoint_regardless_of_visibility() -> 
 def test_features_are_sampled_at_the_keypoint() -> None:
     shapes = ((4, 4), (2, 2))
     places = cell_centers(shapes, torch.device("cpu"))
-    features = places[None].expand(3, -1, -1)  # each feature is its own position
+    features = places[None].expand(3, -1, -1)  # each feature equals its position
     maps = Maps(features, shapes, level_sides(shapes, places.device), places)
     xy = torch.tensor([[[0.3, 0.6], [0.5, 0.25]]]).expand(3, -1, -1)
     torch.testing.assert_close(sample(maps.levels(), xy), xy)
@@ -361,7 +361,7 @@ def test_deformable_attention_samples_around_its_reference_point() -> None:
     maps = Maps(torch.randn(2, 36, 8), shapes, sides, places)
     at = maps.positions[[7, 20]].expand(2, -1, -1)
     expected = attention.output(attention.value(maps.tokens[:, [7, 20]]))
-    # with zero offsets and weights that sum to one, the result is the value of the cell itself
+    # with zero offsets and weights that sum to 1, the result is the value of the cell
     torch.testing.assert_close(attention(torch.randn(2, 2, 8), at, attention.prepare(maps)), expected)
 
 
@@ -371,12 +371,12 @@ def test_the_published_size_uses_a_resnet_50(kind: str) -> None:
     with torch.device("meta"):
         model = PoseTransformer(replace(SHAPES["full"], attention=kind))  # type: ignore[arg-type]
         maps = model.backbone(torch.empty(1, 3, 256, 256))
-    # ResNet-50 has 25,557,032, of which its classifier has 2,049,000; group and batch normalization have equally many
+    # ResNet-50 has 25,557,032 parameters, 2,049,000 of them in the classifier; group and batch norms have equally many
     assert sum(weight.numel() for weight in model.backbone.parameters()) == 25_557_032 - 2_049_000
     assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
 
 
-def test_the_pretrained_backbone_is_the_resnet_50_of_torchvision() -> None:
+def test_the_pretrained_backbone_is_a_torchvision_resnet_50() -> None:
     torch.manual_seed(0)
     backbone = PretrainedResNet50(3)
     state = backbone.state_dict()
@@ -384,7 +384,7 @@ def test_the_pretrained_backbone_is_the_resnet_50_of_torchvision() -> None:
     assert len(sizes) == 53 * 5  # 53 convolutions, each with a norm of four tensors
     assert sizes["layer3.5.conv3.weight"] == (1024, 256, 1, 1)
     assert sizes["layer2.0.downsample.1.running_var"] == (512,)
-    # ResNet-50 without its classifier, as above; weight and bias of each norm are buffers
+    # ResNet-50 without its classifier, as above; the weights and biases of norms are buffers
     norms = sum(state[name].numel() for name in state if name.endswith((".running_mean", "bn1.running_mean")))
     assert sum(weight.numel() for weight in backbone.parameters()) == 25_557_032 - 2_049_000 - 2 * norms
     maps = backbone(torch.rand(1, 3, 64, 64))
@@ -392,7 +392,7 @@ def test_the_pretrained_backbone_is_the_resnet_50_of_torchvision() -> None:
 
 
 @pytest.mark.slow
-def test_the_pretrained_backbone_gives_the_feature_maps_of_torchvision() -> None:
+def test_pretrained_feature_maps_equal_torchvision() -> None:
     models = pytest.importorskip("torchvision").models
     torch.manual_seed(0)
     other = models.resnet50(weights=None).eval().double()
@@ -438,5 +438,5 @@ def test_the_model_overfits_one_episode(kind: str) -> None:
         (loss / items).backward()
         optimizer.step()
     hits, _, result = score_predictions(decode(model.eval(), batch), batch)
-    assert hits.sum() >= 7  # of eight, since decoding continues from its own predictions
+    assert hits.sum() >= 7  # of eight, because decoding continues from its own predictions
     assert result.all()

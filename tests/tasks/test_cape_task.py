@@ -23,7 +23,7 @@ SIDE = 32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    letters = all_letters()[:9]  # any: finding those that do not resemble each other takes seconds
+    letters = all_letters()[:9]  # any letters, because searching for dissimilar ones takes seconds
     made = tmp_path_factory.mktemp("glyphs")
     write_glyphs(
         made,
@@ -64,7 +64,7 @@ def test_loss_and_metrics_are_sums_with_counts(folder: Path, attention: str) -> 
 
 
 @pytest.mark.slow
-def test_baselines_are_computed_on_the_evaluated_episodes(folder: Path) -> None:
+def test_baselines_use_the_evaluated_episodes(folder: Path) -> None:
     task = make_task(folder)
     data = task.dataset("val")
     batch = data.__getitems__(range(len(data)))
@@ -121,12 +121,12 @@ def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_results_of_inference_name_their_split(folder: Path, split: str) -> None:
+def test_inference_results_name_their_split(folder: Path, split: str) -> None:
     assert split in predictions(make_task(folder), samples=1, pictures=0, split=split)[-1].text
 
 
 @pytest.mark.slow
-def test_inference_depends_on_the_seed_and_not_on_the_batch(folder: Path) -> None:
+def test_inference_depends_on_the_seed_but_not_the_batch(folder: Path) -> None:
     task = make_task(folder)
     first = predictions(task, 1, samples=4, batch_size=1, pictures=0)
     assert [p.text for p in predictions(task, 1, samples=4, batch_size=3, pictures=0)] == [p.text for p in first]
@@ -143,7 +143,7 @@ def test_inference_can_be_limited_to_one_category(folder: Path) -> None:
         predictions(task, category="no such")
 
 
-def test_inference_of_a_split_without_annotations_is_refused(folder: Path) -> None:
+def test_inference_needs_annotations_of_the_split(folder: Path) -> None:
     task = make_task(folder)
     task.sets = {split: poses for split, poses in task.sets.items() if split != "test"}  # test.json may be missing
     with pytest.raises(InputMissing, match=r"inference\.split=val"):

@@ -89,7 +89,7 @@ def test_offsets_of_a_token_exclude_the_space_before_it(corpus: Corpus) -> None:
             piece = corpus.tokenizer.bytes[token]
             if piece.isascii():
                 assert source[start:end] == (piece.decode().removeprefix(" ") or " ")
-            else:  # each byte of a character has the offsets of the character
+            else:  # every byte of a character has the offsets of the character
                 assert piece in source[start:end].encode()
                 assert end == start + 1
 
@@ -104,7 +104,7 @@ def test_vocabulary_pieces_are_the_most_frequent_pairs() -> None:
 
 
 @pytest.mark.slow
-def test_the_standard_library_yields_enough_records_for_every_task(corpus: Corpus) -> None:
+def test_the_standard_library_has_enough_records_for_each_task(corpus: Corpus) -> None:
     for task in TASKS:
         assert len(corpus.tables["train"][task].source) >= 500
         assert min(len(corpus.tables[split][task].source) for split in ("val", "test")) >= 40
@@ -118,7 +118,7 @@ def test_evaluation_records_are_not_in_the_training_data(corpus: Corpus) -> None
 
 
 @pytest.mark.slow
-def test_requests_are_phrased_differently_in_each_split(corpus: Corpus) -> None:
+def test_splits_phrase_requests_differently(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_text(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
         assert not used["train"] & (used["val"] | used["test"])
@@ -126,7 +126,7 @@ def test_requests_are_phrased_differently_in_each_split(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> None:
+def test_requests_differ_between_tasks_only_in_content(corpus: Corpus) -> None:
     for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
         wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
         assert {source_text(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
@@ -167,7 +167,7 @@ def test_character_positions_are_converted_to_token_positions() -> None:
 
 
 @pytest.mark.slow
-def test_classification_is_balanced_and_has_no_label_leakage(corpus: Corpus) -> None:
+def test_classification_has_no_label_leakage(corpus: Corpus) -> None:
     for split in SPLITS:
         records = corpus.records(split, "classification")
         share = sum(record["label"] == "class" for record in records) / len(records)
@@ -198,11 +198,11 @@ def test_postfix_notation_has_the_value_of_the_expression(expression: str) -> No
 
 
 @pytest.mark.parametrize("expression", ["f(1) + 2", "a[0] + 1", "'x' + y"])
-def test_postfix_refuses_tokens_that_are_not_names_numbers_or_operators(expression: str) -> None:
+def test_postfix_rejects_other_tokens(expression: str) -> None:
     assert postfix(ast.parse(expression, mode="eval").body) is None
 
 
-def test_signature_and_summary_are_extracted_from_a_documented_function() -> None:
+def test_signature_and_summary_are_extracted() -> None:
     summary = "Return the sum of all."
     source = f'def f(a: int, b=2, *c) -> int:\n    """{summary}\n\n    ' + "More words. " * 5 + '"""\n'
     result = dict(extract_records(source))
@@ -214,7 +214,7 @@ def test_signature_and_summary_are_extracted_from_a_documented_function() -> Non
 # The user's files
 
 
-def test_files_of_the_user_are_read(folder: Path, tmp_path: Path) -> None:
+def test_user_files_are_read(folder: Path, tmp_path: Path) -> None:
     corpus = open_corpus(folder, tmp_path / "cache", **LIMITS)
     assert corpus.labels == ["class", "function"]
     assert corpus.tables["train"]["classification"].answer.tolist() == [1, 0]
@@ -252,7 +252,7 @@ def test_an_invalid_record_is_reported_with_file_and_index(
     assert f"{file}, record 2" in str(caught.value)
 
 
-def test_a_file_that_is_not_a_list_of_records_is_refused(folder: Path) -> None:
+def test_a_file_must_be_a_list_of_records(folder: Path) -> None:
     file = folder / "code" / "train.json"
     for content in ("{", "{}", "[]"):
         file.write_text(content)
@@ -264,7 +264,7 @@ def test_a_file_that_is_not_a_list_of_records_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_round_has_one_record_of_each_task(corpus: Corpus) -> None:
+def test_a_training_round_has_one_record_per_task(corpus: Corpus) -> None:
     rounds = Rounds(corpus.tables["train"], cycle=True)
     batch = rounds.__getitems__([0, len(rounds) - 1])
     assert batch["task"].tolist() == [number for number in range(len(TASKS)) for _ in range(2)]
@@ -287,7 +287,7 @@ def test_every_validation_record_is_evaluated_once(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_masked_tokens_depend_only_on_seed_epoch_and_index(corpus: Corpus) -> None:
+def test_masks_depend_only_on_seed_epoch_and_index(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     together, alone = texts.__getitems__([3, 7]), texts[7]
     length = alone["places"].shape[1]
@@ -324,7 +324,7 @@ def test_only_masked_tokens_differ_and_are_the_targets(corpus: Corpus) -> None:
 
 
 def _bare(record: dict[str, Any], task: str) -> str:
-    """Return the text of a record without its request."""
+    """Return the text of a record without the request."""
     return record["context"] if task == "qa" else source_text(record, task).split("\n", 1)[1]
 
 
@@ -334,7 +334,7 @@ def test_extraction_of_records_is_deterministic() -> None:
     assert {task for task, _ in first} >= {"classification", "code"}
 
 
-def test_a_limit_applies_only_to_training_records_of_its_task(folder: Path, tmp_path: Path) -> None:
+def test_a_limit_applies_only_to_training_records(folder: Path, tmp_path: Path) -> None:
     corpus = limit_records(open_corpus(folder, tmp_path / "cache", **LIMITS), {"qa": 1})
     counts = {split: {task: len(table.source) for task, table in tables.items()} for split, tables in
               corpus.tables.items()}  # fmt: skip

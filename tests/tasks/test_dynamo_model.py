@@ -1,4 +1,4 @@
-"""Adapters are part of the model, only trained parameters of a phase get gradients, and the decoder is causal."""
+"""Adapters are part of the model, only the parameters that a phase trains get gradients, and the decoder is causal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def task(data: Path) -> DynamoTask:
     made = build(Context(0, data, data.parent / "cache"), vocab_size=300, dropout=0.0)
     assert isinstance(made, DynamoTask)
     task = DynamoTask(made.corpus, SMALL, dropout=0.0)
-    for weight in task.model.parameters():  # far from small initial values and B = 0, so that differences are visible
+    for weight in task.model.parameters():  # not small or zero, so that differences are visible
         if weight.ndim > 0:
             nn.init.normal_(weight, std=0.3)
     return task
@@ -74,7 +74,7 @@ def batch_of(task: DynamoTask, rounds: int = 4, split: str = "train") -> Batch:
 # LoRA
 
 
-def test_adapters_initialized_to_zero_change_no_bit_of_the_output(task: DynamoTask) -> None:
+def test_zero_adapters_do_not_change_the_output(task: DynamoTask) -> None:
     model = task.model
     for layer in model.adapters:
         for target in TARGETS:
@@ -89,7 +89,7 @@ def test_adapters_initialized_to_zero_change_no_bit_of_the_output(task: DynamoTa
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_adapter_affects_each_projection_and_only_records_that_give_it_weight(task: DynamoTask, target: str) -> None:
+def test_an_adapter_affects_only_its_records(task: DynamoTask, target: str) -> None:
     model = task.model
     batch = batch_of(task, 1)
     real = batch["source"] != PAD
@@ -114,7 +114,7 @@ def test_lora_is_the_weighted_sum_of_its_products(task: DynamoTask) -> None:
 # Phases
 
 
-def test_every_parameter_is_in_one_part_and_phases_train_parts(task: DynamoTask) -> None:
+def test_each_parameter_is_in_one_part(task: DynamoTask) -> None:
     assert [name for name, _ in task.model.named_children()] == list(PARTS)
     for phase, keys in PHASES.items():
         assert set(keys["trains"]) <= set(PARTS), phase
@@ -123,7 +123,7 @@ def test_every_parameter_is_in_one_part_and_phases_train_parts(task: DynamoTask)
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("phase", PHASES)
-def test_gradients_reach_exactly_the_trained_parameters(task: DynamoTask, phase: str) -> None:
+def test_only_trained_parameters_get_gradients(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
     dataset = task.dataset("train")
     for name, weight in task.model.named_parameters():
@@ -135,7 +135,7 @@ def test_gradients_reach_exactly_the_trained_parameters(task: DynamoTask, phase:
         if weight.requires_grad:
             assert weight.grad is not None, name
             assert weight.grad.abs().sum() > 0, name
-            if phase == "lora" and name.startswith("adapters"):  # for every task
+            if phase == "lora" and name.startswith("adapters"):  # of every task
                 assert (weight.grad.abs().sum(dim=(1, 2)) > 0).all(), name
         else:
             assert weight.grad is None, name
@@ -153,7 +153,7 @@ def test_the_curriculum_follows_progress(task: DynamoTask) -> None:
     assert shares == pytest.approx([0.8, 0.5, 0.2])
 
 
-def test_the_teacher_forcing_ratio_selects_the_true_task_or_the_router(task: DynamoTask) -> None:
+def test_the_teacher_forcing_ratio_selects_the_router(task: DynamoTask) -> None:
     model, batch = task.model.eval(), batch_of(task)
     true, routed = model(batch, "true"), model(batch, "router")
     assert not torch.equal(true["code"], routed["code"])
@@ -164,7 +164,7 @@ def test_the_teacher_forcing_ratio_selects_the_true_task_or_the_router(task: Dyn
 # The router
 
 
-def test_the_temperature_divides_the_logits_and_stays_above_a_tenth(task: DynamoTask) -> None:
+def test_the_temperature_stays_above_a_tenth(task: DynamoTask) -> None:
     router = task.model.router
     given = torch.randn(3, 5, 32), torch.ones(3, 5, dtype=torch.bool)
     logits = router(*given) * router.temperature
@@ -182,7 +182,7 @@ def test_the_router_ignores_padding(task: DynamoTask) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_hard_routing_uses_one_adapter_and_soft_routing_mixes(task: DynamoTask, training: bool) -> None:
+def test_soft_routing_mixes_adapters(task: DynamoTask, training: bool) -> None:
     model = task.model.train(training)
     logits = {"router": torch.randn(6, len(TASKS))}
     noise = per_sample_noise(logits)
@@ -193,7 +193,7 @@ def test_hard_routing_uses_one_adapter_and_soft_routing_mixes(task: DynamoTask, 
     torch.testing.assert_close(mixed, logits["router"].softmax(dim=1))
 
 
-def test_the_routing_loss_is_lowest_for_a_confident_correct_router() -> None:
+def test_a_confident_correct_router_has_the_lowest_loss() -> None:
     task = torch.arange(5).repeat_interleave(2)
     right = nn.functional.one_hot(task, 5) * 20.0
     cold = torch.tensor(0.1)
@@ -219,7 +219,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(task: DynamoTask, phase
     assert int(items) == sum(int(count) for _, count in parts)
 
 
-def test_padding_counts_in_no_loss_and_no_metric(task: DynamoTask) -> None:
+def test_padding_does_not_affect_loss_and_metrics(task: DynamoTask) -> None:
     task.model.eval()
     batch = batch_of(task)
     wide = dict(batch)
@@ -283,7 +283,7 @@ def test_the_decoder_reads_the_source(task: DynamoTask, memory: Memory) -> None:
 # Metrics
 
 
-def test_best_spans_are_the_most_likely_ones_that_do_not_end_before_they_start() -> None:
+def test_best_spans_are_the_most_likely_valid_ones() -> None:
     logits = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
     for row, (first, last) in zip(logits, best_spans(logits).tolist(), strict=True):
         pairs = [(i, j) for i in range(6) for j in range(i, 6)]
@@ -306,7 +306,7 @@ def test_a_misrouted_record_counts_as_wrong(task: DynamoTask) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_baseline_is_of_an_existing_metric(task: DynamoTask, phase: str) -> None:
+def test_every_baseline_has_a_metric(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
     with torch.no_grad():
         metrics = task.evaluate(task.model.eval(), task.dataset("val").__getitems__([0, 1]))  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def predictions(task: DynamoTask, phase: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_inference_answers_records_of_each_task_and_reports_the_routing(task: DynamoTask) -> None:
+def test_inference_answers_records_and_reports_the_routing(task: DynamoTask) -> None:
     made = predictions(task, "joint", samples=2)
     names = [name for prediction in made for name in prediction.files]
     assert names == [f"task-{t}.json" for t in TASKS] + ["routing.json"]
@@ -348,7 +348,7 @@ def test_inference_routes_any_text(task: DynamoTask) -> None:
     assert json.loads(made.files["text.json"])["chosen"] in TASKS
 
 
-def test_inference_before_the_router_is_trained_uses_the_known_task(task: DynamoTask) -> None:
+def test_inference_without_a_router_uses_the_known_task(task: DynamoTask) -> None:
     made = predictions(task, "lora", samples=1)
     assert [
         json.loads(prediction.files[f"task-{t}.json"])[0]["chosen"] for prediction, t in zip(made, TASKS, strict=True)
@@ -361,7 +361,7 @@ def test_inference_before_the_router_is_trained_uses_the_known_task(task: Dynamo
 # Sizes
 
 
-def test_the_full_size_has_the_shape_of_the_original_model(task: DynamoTask) -> None:
+def test_the_full_size_has_the_original_shape(task: DynamoTask) -> None:
     shape = SHAPES["full"]
     with torch.device("meta"):
         model = Dynamo(shape)

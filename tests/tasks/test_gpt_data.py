@@ -1,4 +1,4 @@
-"""The text is the same for the same Python, its splits are disjoint, and windows tile it."""
+"""Each Python version has one text. Splits are disjoint, and windows cover the text without overlap."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_document_is_in_one_split(corpus: Corpus) -> None:
     assert min(len(names[split]) for split in SPLITS) >= 10
 
 
-def test_training_documents_are_unchanged_and_others_lack_blocks_seen_in_training(corpus: Corpus) -> None:
+def test_held_out_documents_lack_training_blocks(corpus: Corpus) -> None:
     names = json.loads((corpus.cache / "documents.json").read_text())
     paths = {document.name: document.path for document in standard_library()}
     for split in SPLITS:
@@ -87,7 +87,7 @@ def test_training_documents_are_unchanged_and_others_lack_blocks_seen_in_trainin
 
 
 @pytest.mark.slow
-def test_no_five_consecutive_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus) -> None:
+def test_held_out_text_shares_no_five_lines_with_training(corpus: Corpus) -> None:
     def runs(split: str) -> Iterator[tuple[str, ...]]:
         for document in corpus.files[split].read_text().split("\0"):
             lines = [line.strip() for line in document.splitlines() if line.strip()]
@@ -101,8 +101,8 @@ def test_no_five_consecutive_lines_of_held_out_text_are_in_the_training_text(cor
         assert 0 < leakage["of_documents"][split] < 0.1
 
 
-def test_the_leakage_of_a_text_is_the_share_of_its_blocks_found_in_training(folder: Path, tmp_path: Path) -> None:
-    """Leakage in text of the user is reported but not removed."""
+def test_leakage_is_the_share_of_blocks_found_in_training(folder: Path, tmp_path: Path) -> None:
+    """Leakage in a user's text is reported but not removed."""
     lines = "".join(f"line {number}\n" for number in range(9))
     for file in folder.rglob("*.txt"):
         file.write_text(lines + f"only in {file.stem}\n")
@@ -112,8 +112,8 @@ def test_the_leakage_of_a_text_is_the_share_of_its_blocks_found_in_training(fold
     assert made.files["val"].read_text().count("line 3") == made.files["val"].read_text().count("only in") > 0
 
 
-def test_a_deduplicated_text_has_no_block_of_the_training_text() -> None:
-    """Including blocks that form only after a removal."""
+def test_deduplicated_text_has_no_training_block() -> None:
+    """This includes blocks that result from the removal of others."""
     known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
     assert remove_known_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
     assert remove_known_blocks("1\n2\na\nb\nc\nd\ne\n3\n4\n5\n6\n", known) == "6\n"
@@ -155,7 +155,7 @@ def test_changed_text_is_prepared_again(folder: Path, tmp_path: Path) -> None:
 
 def test_two_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     def make(folder: Path, winner: bool) -> None:
-        if not winner:  # another process starts and finishes in the meantime
+        if not winner:  # another process starts and finishes first
             prepared(tmp_path / "text", lambda other: make(other, True))
         (folder / "file").write_text("winner" if winner else "loser")
 
@@ -181,7 +181,7 @@ def test_a_damaged_file_is_detected(folder: Path, tmp_path: Path) -> None:
         open_bytes(folder, tmp_path / "cache")
 
 
-def test_files_in_subfolders_are_checked_and_the_folders_themselves_are_not(tmp_path: Path) -> None:
+def test_files_in_subfolders_are_checked(tmp_path: Path) -> None:
     def make(folder: Path) -> None:
         (folder / "a" / "b").mkdir(parents=True)
         (folder / "a" / "b" / "file").write_text("text")
@@ -260,7 +260,7 @@ def test_a_missing_path_lists_valid_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"), [(b"\xff\xfe", "not UTF-8 at byte 0"), (b"a\0b", "NUL byte")], ids=["binary", "nul"]
 )
-def test_binary_files_are_refused(folder: Path, tmp_path: Path, content: bytes, match: str) -> None:
+def test_binary_files_are_rejected(folder: Path, tmp_path: Path, content: bytes, match: str) -> None:
     (folder / "picture.txt").write_bytes(content)
     with pytest.raises(DataError, match=match):
         open_bytes(folder, tmp_path / "cache")
@@ -271,12 +271,15 @@ def test_a_file_name_may_contain_undecodable_bytes(folder: Path, tmp_path: Path)
     assert open_bytes(folder, tmp_path / "cache").windows("train", 16)
 
 
-def test_linked_folders_are_read_once_and_a_broken_link_is_named(folder: Path, tmp_path: Path) -> None:
+def test_linked_folders_are_read_once(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "text.txt").write_text("more")
     (folder / "more").symlink_to(tmp_path / "more")
     (folder / "odd" / "parent").symlink_to(folder)
-    (folder / "alias").symlink_to(folder / "odd")  # read before its target, it would rename documents of another split
+    (folder / "alias").symlink_to(
+        folder / "odd"
+        # if it were read before its target, documents of another split would be renamed
+    )
     names = [document.name for document in user_documents(folder)]
     assert len(names) == 81
     assert "more/text.txt" in names
@@ -286,14 +289,14 @@ def test_linked_folders_are_read_once_and_a_broken_link_is_named(folder: Path, t
         user_documents(folder)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "empty.txt").touch()
     with pytest.raises(DataError, match="holds no text"):
         open_bytes(tmp_path / "texts", tmp_path / "cache")
 
 
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
+def test_too_little_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short\n" * 10)
     corpus = open_bytes(tmp_path / "text.txt", tmp_path / "cache")
     with pytest.raises(DataError, match="at least block_size"):
@@ -335,16 +338,14 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("vocab_size", "end"), [(None, 50256), (50304, 50256), (50256, None)])
-def test_the_end_of_document_token_is_that_of_gpt2_or_unknown(
+def test_end_of_document_token_of_token_shards(
     vocab_size: int | None, end: int | None, shards: Path, tmp_path: Path
 ) -> None:
-    """The vocabulary may be padded, as in nanoGPT, or of another encoding, whose last token is an ordinary one."""
+    """It is known only for GPT-2, also if padded as in nanoGPT. In other encodings, the last token is ordinary."""
     assert open_bytes(shards, tmp_path, vocab_size=vocab_size).tokenizer.end == end
 
 
-def test_without_an_end_of_document_token_samples_have_full_length_and_need_a_prompt(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_samples_without_an_end_of_document_token(shards: Path, tmp_path: Path) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16, vocab_size=65)
 
     class AlwaysLast(torch.nn.Module):
@@ -359,7 +360,7 @@ def test_without_an_end_of_document_token_samples_have_full_length_and_need_a_pr
         list(task.predict(AlwaysLast(), torch.Generator(), prompt="", **options))
 
 
-def test_token_shards_need_both_splits_and_complete_tokens(shards: Path, tmp_path: Path) -> None:
+def test_invalid_token_shards_are_rejected(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="'test'"):
         open_bytes(shards, tmp_path).windows("test", 16)
     with (shards / "val.bin").open("ab") as file:
@@ -371,7 +372,7 @@ def test_token_shards_need_both_splits_and_complete_tokens(shards: Path, tmp_pat
         open_bytes(shards, tmp_path)
 
 
-def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(shards: Path, tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_rejected_on_reading(shards: Path, tmp_path: Path) -> None:
     tokens = np.zeros(1000, dtype=np.uint16)
     tokens[500] = 300
     tokens.tofile(shards / "train.bin")
@@ -381,7 +382,7 @@ def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(shards: Path,
         windows.__getitems__([0, 5])
 
 
-def test_token_shards_refuse_a_tokenizer(shards: Path, tmp_path: Path) -> None:
+def test_token_shards_do_not_accept_a_tokenizer(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
         open_bytes(shards, tmp_path, tokenizer="bpe")
 
@@ -389,7 +390,7 @@ def test_token_shards_refuse_a_tokenizer(shards: Path, tmp_path: Path) -> None:
 # Bits per byte
 
 
-def test_baselines_equal_a_count_by_hand() -> None:
+def test_baselines_equal_manual_counts() -> None:
     train, val = b"abracadabra, abracadabra", b"abba, cadabra!"
     singles, pairs = Counter(train), Counter(itertools.pairwise(train))
     firsts = Counter(train[:-1])
@@ -420,7 +421,7 @@ def test_a_missing_package_is_reported_by_name(folder: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("tokenizer", "vocab_size"), [("byte", 255), ("bpe", 256), ("bpe", 65537)])
-def test_an_impossible_vocabulary_is_refused(folder: Path, tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
+def test_an_impossible_vocabulary_is_rejected(folder: Path, tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
     with pytest.raises(ConfigError, match=f"is {vocab_size}"):
         open_bytes(folder, tmp_path / "cache", tokenizer=tokenizer, vocab_size=vocab_size)
 
@@ -443,7 +444,7 @@ def test_byte_pair_encoding_is_lossless(folder: Path, tmp_path: Path) -> None:
 
 
 @needs_tokenizers
-def test_bits_per_byte_count_the_bytes_that_the_tokens_encode(folder: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_counts_encoded_bytes(folder: Path, tmp_path: Path) -> None:
     task = build(Context(0, folder, tmp_path / "cache"), tokenizer="bpe", vocab_size=300, block_size=1)
     corpus = open_bytes(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
     windows = corpus.windows("val", block_size=1)
@@ -458,7 +459,7 @@ def test_bits_per_byte_count_the_bytes_that_the_tokens_encode(folder: Path, tmp_
 
 
 @needs_tokenizers
-def test_the_same_text_gives_the_same_byte_pair_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_byte_pair_vocabularies_are_deterministic(folder: Path, tmp_path: Path) -> None:
     first = open_bytes(folder, tmp_path / "one", tokenizer="bpe", vocab_size=400)
     second = open_bytes(folder, tmp_path / "two", tokenizer="bpe", vocab_size=400)
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""The transformer is causal, decodes identically with and without a cache, and samples from its distribution."""
+"""The transformer is causal, decodes equally with and without a cache, and samples from its distribution."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from runner.base.task import Context
 from tests.rounding import assert_close
 
 SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
-TERMS = (5 * SMALL.num_layers + 1) * 4 * SMALL.width  # five sums per layer, and the last
+TERMS = (5 * SMALL.num_layers + 1) * 4 * SMALL.width  # five sums per layer, and that of the output layer
 
 
 def make_model(shape: Shape = SMALL, **options: Any) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(shape, **options)
-    for weight in model.parameters():  # larger than the initial values, so that differences are visible
+    for weight in model.parameters():  # larger than the initial weights, so that differences are visible
         nn.init.normal_(weight, std=0.3)
     return model
 
@@ -58,7 +58,7 @@ def sample(task: GPT, seed: int = 0, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "published"), [("124m", 124_439_808), ("350m", 354_823_168)])
-def test_published_shapes_have_the_published_number_of_parameters(size: str, published: int) -> None:
+def test_shapes_have_the_published_numbers_of_parameters(size: str, published: int) -> None:
     shape = SHAPES[size]
     with torch.device("meta"):
         model = Transformer(shape)
@@ -87,7 +87,7 @@ def test_the_model_is_causal() -> None:
 
 
 @pytest.mark.parametrize("prompt_length", [1, 3, 8])
-def test_decoding_with_and_without_a_cache_gives_the_same_logits(prompt_length: int) -> None:
+def test_cached_decoding_gives_the_same_logits(prompt_length: int) -> None:
     model = make_model()
     x, _ = make_batch(3)
     expected = model(x)
@@ -120,7 +120,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def update(task: GPT, epoch: int = 0) -> tuple[Tensor, list[Tensor | None]]:
-    """Return loss and gradients of one forward and backward pass over six samples."""
+    """Return the loss and gradients of one forward and backward pass over six samples."""
     noise.start_pass(BatchSamples(0, epoch, range(6), range(6)))
     loss, _ = task.loss(task.model, make_batch(6))
     loss.backward()
@@ -152,8 +152,8 @@ def test_each_layer_drops_different_elements() -> None:
         assert (drawn == other.bernoulli(0.5, 100)).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped() -> None:
-    # An element is dropped if its random number is below 1e-12. Of the possible numbers only 0 is (probability 6e-8).
+def test_fused_and_explicit_attention_are_equal_without_drops() -> None:
+    # An element is dropped if its random number is below 1e-12. Only the number 0 is (probability 6e-8).
     fused, explicit = (update(make_task(attention_dropout=rate)) for rate in (0.0, 1e-12))
     assert_close(explicit, fused, TERMS)
 
@@ -230,7 +230,7 @@ def test_bits_per_byte_of_bytes_is_the_loss_in_bits() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_samples_in_batches_of_any_size() -> None:
+def test_generated_samples_depend_only_on_the_seed() -> None:
     task = make_task()
     options: dict[str, Any] = {"samples": 5, "max_new_tokens": 20, "prompt": "def "}
     first = sample(task, 1, **options)
@@ -260,7 +260,7 @@ def test_tokens_are_sampled_with_their_probability() -> None:
     best = logits.topk(7)
     expected = torch.zeros(200).scatter(0, best.indices, best.values.softmax(0))
     shares = chosen.flatten().bincount(minlength=200) / len(draws)
-    # evenly spaced numbers: the count in an interval differs from the expected one by at most one
+    # the numbers are evenly spaced, so the count in an interval differs from the expected count by at most one
     assert float((shares - expected).abs().max()) <= 2 / len(draws)
 
 

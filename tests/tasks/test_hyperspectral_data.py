@@ -1,4 +1,4 @@
-"""Cubes and masks of hyperspectral: exact, reproducible, split by photograph, and read from files with validation."""
+"""Cubes and masks of hyperspectral are exact, reproducible, split by photograph, and validated if read from files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(kind: str, cache: Path, split: str = "train", num_cubes: int = 6, chann
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["photographs", "synthetic"])
-def test_a_sample_is_the_same_whenever_it_is_read_alone_or_in_a_batch(kind: str, cache: Path) -> None:
+def test_samples_do_not_depend_on_the_batch(kind: str, cache: Path) -> None:
     data = make(kind, cache)
     batch = data.__getitems__([3, 1])
     assert batch["cube"].shape == (2, 40, 48, 24)
@@ -52,7 +52,7 @@ def test_a_sample_is_the_same_whenever_it_is_read_alone_or_in_a_batch(kind: str,
         assert torch.equal(batch[name][1], again[name])
     assert not torch.equal(batch["cube"][0], batch["cube"][1])
     assert not torch.equal(make(kind, cache, "val")[1]["cube"], again["cube"])
-    assert len(pickle.dumps(data)) < 10_000, "data workers get names, not pixels"
+    assert len(pickle.dumps(data)) < 10_000, "data workers receive names, not pixels"
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: 
     data = make(kind, cache)
     monkeypatch.setattr(scenes, "NOISE", 0.0)
     monkeypatch.setattr(scenes, "draw_decoy_lines", lambda rng: [(-9.0, 1.0), (-9.0, 1.0)])  # decoys absorb nothing
-    data.num_cubes = 60  # enough that some decoys are drawn over a target
+    data.num_cubes = 60  # so many that some decoys cover a target
     whole = data.__getitems__(range(60))
     monkeypatch.setattr(scenes, "implant", lambda cube, mask, rng: None)
     bare = data.__getitems__(range(60))
@@ -70,7 +70,7 @@ def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: 
     assert 0.005 < changed.float().mean() < 0.2
 
 
-def test_targets_always_absorb_at_the_same_wavelengths_and_decoys_elsewhere(cache: Path) -> None:
+def test_decoys_absorb_at_other_wavelengths_than_targets(cache: Path) -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
         for at, _ in scenes.draw_decoy_lines(rng):
@@ -103,7 +103,7 @@ def test_spectral_filters_are_smooth_and_sum_to_1(cache: Path) -> None:
     assert np.abs(np.diff(bank, axis=1)).max() < 0.05
 
 
-def test_cubes_are_generated_without_a_python_loop_over_pixels() -> None:
+def test_cubes_are_generated_without_a_loop_over_pixels() -> None:
     data, fit = SyntheticScenes("train", 10, 128, 128, 50), PixelStatistics(50)
     data[0]
     num_calls = 0
@@ -159,7 +159,7 @@ def test_a_folder_is_split_by_file(tmp_path: Path) -> None:
     assert np.array_equal(sample["mask"].numpy(), np.load(file.with_name(f"{file.stem}_mask.npy")))
 
 
-def test_subfolders_are_splits_and_cubes_without_a_mask_are_unlabelled(tmp_path: Path) -> None:
+def test_subfolders_are_splits(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_cubes(tmp_path / split, 2)
     (tmp_path / "train" / "cube-1_mask.npy").unlink()
@@ -215,14 +215,14 @@ def test_an_invalid_file_is_reported_with_the_expected_format(
         envi.open_cube(tmp_path / name)
 
 
-def test_envi_data_that_is_too_short_is_refused(tmp_path: Path) -> None:
+def test_truncated_envi_data_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.hdr").write_text("ENVI\nsamples=3\nlines=2\nbands=4\ndata type=4\ninterleave=bsq\n")
     (tmp_path / "a.img").write_bytes(bytes(95))
     with pytest.raises(DataError, match=r"a\.img: must have 96 bytes for 2 x 3 x 4 float32, but has 95"):
         envi.open_cube(tmp_path / "a.hdr")
 
 
-def test_cubes_and_masks_of_different_shapes_are_refused(tmp_path: Path) -> None:
+def test_cubes_and_masks_must_have_equal_shapes(tmp_path: Path) -> None:
     files = write_cubes(tmp_path)
     with pytest.raises(DataError, match=r"must have 6 channels \(task.channels\), but has 5"):
         open_folder(tmp_path, 6)
@@ -241,7 +241,7 @@ def test_cubes_and_masks_of_different_shapes_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 @pytest.mark.parametrize("split", ["train", "val", "test"])
-def test_a_value_that_is_not_finite_is_refused_with_its_file(tmp_path: Path, split: str, value: float) -> None:
+def test_non_finite_values_are_rejected(tmp_path: Path, split: str, value: float) -> None:
     write_cubes(tmp_path)
     splits = open_folder(tmp_path, None)
     file = splits[split].files[0]
@@ -255,7 +255,7 @@ def test_a_value_that_is_not_finite_is_refused_with_its_file(tmp_path: Path, spl
     splits["train" if split == "val" else "val"].__getitems__([0])
 
 
-def test_a_folder_without_cubes_for_each_split_is_refused(tmp_path: Path) -> None:
+def test_every_split_needs_cubes(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="is not a folder"):
         open_folder(tmp_path / "nowhere", None)
     write_cubes(tmp_path, 2)
@@ -275,7 +275,7 @@ def fitted(task: AnomalyTask) -> AnomalyTask:
 
 
 @pytest.mark.slow
-def test_cubes_without_masks_can_be_scored_but_not_trained_on(tmp_path: Path) -> None:
+def test_cubes_without_masks_can_only_be_scored(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     for mask in tmp_path.glob("*_mask.npy"):
         mask.unlink()
@@ -294,7 +294,7 @@ def test_cubes_without_masks_can_be_scored_but_not_trained_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_a_cube_without_a_mask_has_statistics_and_only_svdd_trains_on_it(tmp_path: Path, head: Any) -> None:
+def test_only_svdd_trains_on_cubes_without_masks(tmp_path: Path, head: Any) -> None:
     for split in ("train", "val", "test"):
         write_cubes(tmp_path / split, 3)
         (tmp_path / split / "cube-1_mask.npy").unlink()
@@ -322,16 +322,14 @@ def test_auroc_is_undefined_without_known_background_pixels(tmp_path: Path) -> N
     assert "auroc" not in prediction.text
 
 
-def test_settings_for_simulated_cubes_are_refused_if_a_data_path_is_given(tmp_path: Path) -> None:
+def test_simulation_settings_with_a_data_path_are_rejected(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.height"):
         build(Context(0, tmp_path, tmp_path), height=5)
 
 
 @pytest.mark.slow
-def test_the_batch_size_of_inference_does_not_change_the_scores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inference_batch_size_does_not_change_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.tasks.hyperspectral.task.maps_picture", lambda maps, unit: b"")  # slow to draw
     task = build(Context(0, None, tmp_path), data="synthetic", num_cubes=20, height=8, width=10, channels=12)
     fitted(task)
@@ -373,9 +371,7 @@ def test_inference_writes_maps_of_test_cubes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
 @pytest.mark.parametrize("byte_order", [0, 1])
 @pytest.mark.parametrize("kind", [np.float32, np.int16, np.uint16, np.float64])
-def test_files_written_by_the_package_spectral_are_read_with_the_same_values(
-    tmp_path: Path, interleave: str, byte_order: int, kind: type
-) -> None:
+def test_files_of_the_spectral_package_are_read(tmp_path: Path, interleave: str, byte_order: int, kind: type) -> None:
     package = pytest.importorskip("spectral.io.envi", reason="spectral is not installed")
     cube = np.random.default_rng(0).integers(0, 1000, (4, 5, 6)).astype(kind)
     header = tmp_path / "scene.hdr"
@@ -387,8 +383,8 @@ def test_files_written_by_the_package_spectral_are_read_with_the_same_values(
     assert np.array_equal(ours, package.open(str(header)).load(dtype=kind))
 
 
-def test_scores_of_envi_cubes_equal_those_of_the_package_spectral(tmp_path: Path) -> None:
-    """The package divides the co-moment by the number of pixels - 1; the task divides it by the number of pixels."""
+def test_envi_scores_equal_the_spectral_package(tmp_path: Path) -> None:
+    """The package divides the co-moment by n - 1, the task divides it by n, for n pixels."""
     spectral = pytest.importorskip("spectral", reason="spectral is not installed")
     for split in ("train", "val", "test"):
         write_envi(tmp_path / split, "scene")
@@ -405,7 +401,7 @@ def test_scores_of_envi_cubes_equal_those_of_the_package_spectral(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_gradient_training_starts_from_the_statistics_of_envi_cubes(tmp_path: Path) -> None:
+def test_training_starts_from_the_statistics_of_envi_cubes(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_envi(tmp_path / "cubes" / split, "scene")
     settings = ["updates=3", "global_batch_size=1", "micro_batch_size=1", "device=cpu", "run=envi"]

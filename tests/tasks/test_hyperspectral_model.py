@@ -1,4 +1,4 @@
-"""Both heads of hyperspectral: gradients, the effect of each loss term, and protection against collapse."""
+"""Tests of both heads of hyperspectral: gradients, the effect of each loss term, and protection against collapse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Any:
 
 
 def run_fit(task: AnomalyTask) -> dict[str, Tensor]:
-    """Run phase 1; return all training samples as one batch."""
+    """Run phase 1 and return all training samples as one batch."""
     fit, train = task.fits["fit"], task.dataset("train")
     batch = train.__getitems__(list(range(len(train))))
     state, items = fit.add(task.model, fit.start(), batch)
@@ -66,7 +66,7 @@ def test_every_parameter_gets_a_gradient(make: Any, head: str, fitted: bool) -> 
 
 
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_the_loss_of_a_batch_is_the_sum_over_its_samples_and_their_pixels(make: Any, head: str) -> None:
+def test_the_loss_is_a_sum_over_samples_and_pixels(make: Any, head: str) -> None:
     task = make(head=head)
     batch = run_fit(task)
     batch["mask"][2, :5] = UNKNOWN
@@ -91,7 +91,7 @@ def test_an_ignored_pixel_does_not_change_the_loss(make: Any, head: str) -> None
 
 
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_under_autocast_the_loss_is_float32_and_rx_stays_exact(make: Any, head: str) -> None:
+def test_loss_is_float32_and_rx_exact_under_autocast(make: Any, head: str) -> None:
     task = make(head=head)
     batch = run_fit(task)
     exact = task.model(batch["cube"])[0]
@@ -128,7 +128,7 @@ def test_training_beats_rx_on_held_out_cubes(make: Any) -> None:
     assert 0 < figures["explained_variance"] <= 1
 
 
-def test_baselines_are_the_metrics_of_the_model_after_phase_1(make: Any) -> None:
+def test_baselines_are_the_metrics_after_phase_1(make: Any) -> None:
     task = make()
     assert task.baselines() == {}, "there are no baselines before phase 1"
     run_fit(task)
@@ -153,7 +153,7 @@ def test_the_temperature_follows_the_progress(make: Any) -> None:
     assert result == pytest.approx([5.0, 5.0, 4.5, 5 * 0.9**10, 5 * 0.9**37, 0.1])
 
 
-def test_a_colder_selector_selects_more_and_changes_the_output(make: Any) -> None:
+def test_lower_temperatures_select_more(make: Any) -> None:
     task = make()
     batch = run_fit(task)
     warm, logits = task.model.selection(), task.model(batch["cube"])[0]
@@ -165,7 +165,7 @@ def test_a_colder_selector_selects_more_and_changes_the_output(make: Any) -> Non
     assert not torch.allclose(task.model(batch["cube"])[0], logits)
 
 
-def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
+def test_entropy_and_diversity_are_rewarded() -> None:
     model = TrainableRX(6, 2)
     penalties = {}
     for name, selector in (("even", torch.zeros(6)), ("uneven", torch.arange(6.0)), ("one", 1e4 * torch.eye(6)[0])):
@@ -184,7 +184,9 @@ def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
 
 def test_non_orthogonal_components_are_penalized_with_a_gradient() -> None:
     model = TrainableRX(6, 3)
-    assert model.penalties()[0].item() == pytest.approx(0, abs=allowed(torch.float32, 6)), "the start is orthonormal"
+    assert model.penalties()[0].item() == pytest.approx(0, abs=allowed(torch.float32, 6)), (
+        "the initial components are orthonormal"
+    )
     model.components.data = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     before = model.penalties()[0]
     before.backward()
@@ -230,7 +232,7 @@ def test_deep_svdd_does_not_collapse(make: Any) -> None:
     assert areas.mean() > 0.7
 
 
-def test_the_center_is_an_exponential_moving_average_of_the_features() -> None:
+def test_the_center_is_a_moving_average_of_features() -> None:
     torch.manual_seed(0)
     model = DeepSVDD(5)
     model.reference.normal_()
@@ -241,7 +243,7 @@ def test_the_center_is_an_exponential_moving_average_of_the_features() -> None:
     torch.testing.assert_close(model.centre, expected * length / expected.norm())
 
 
-def test_the_center_moves_once_per_update_even_across_a_resume(make: Any) -> None:
+def test_the_center_moves_once_per_update(make: Any) -> None:
     task, resumed = make(head="svdd"), make(head="svdd")
     run_fit(task)
     model = task.model
@@ -256,7 +258,7 @@ def test_the_center_moves_once_per_update_even_across_a_resume(make: Any) -> Non
         for again in (task, resumed):
             again.begin_update(Progress("train", update, 9, 0.0))
             assert torch.equal(again.model.centre, once)
-    task.begin_update(Progress("train", 0, 9, 0.0))  # a new training from these weights
+    task.begin_update(Progress("train", 0, 9, 0.0))  # a new run starts from these weights
     assert not torch.equal(model.centre, once)
     run_fit(task)
     assert int(model.moved_at) == -1
@@ -275,7 +277,7 @@ def test_later_phases_do_not_change_earlier_results(make: Any, head: str) -> Non
 # Metrics
 
 
-def test_auroc_is_the_share_of_correctly_ordered_pairs() -> None:
+def test_auroc_is_the_fraction_of_correctly_ordered_pairs() -> None:
     generator = np.random.default_rng(0)
     scores = np.round(generator.normal(size=(5, 40)), 1)  # with ties
     masks = generator.choice([0, 1, UNKNOWN], size=(5, 40), p=[0.6, 0.3, 0.1])
@@ -288,7 +290,7 @@ def test_auroc_is_the_share_of_correctly_ordered_pairs() -> None:
         assert areas[row].item() == pytest.approx(pairs)
 
 
-def test_iou_and_f1_are_summed_over_batches_without_unknown_pixels() -> None:
+def test_iou_and_f1_exclude_unknown_pixels() -> None:
     logits = torch.tensor([[[1.0, -1.0, 1.0, -1.0]], [[1.0, 1.0, 1.0, -1.0]]])
     mask = torch.tensor([[[1, 1, 0, 0]], [[1, UNKNOWN, UNKNOWN, 0]]], dtype=torch.uint8)
     whole = detection(logits, mask)
@@ -324,7 +326,7 @@ def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"components": 13}, {"channels": 2}, {"data": "photographs", "height": 400, "width": 64}]
 )
-def test_invalid_shapes_are_refused(make: Any, options: dict[str, Any]) -> None:
+def test_invalid_shapes_are_rejected(make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make(**options)
 

@@ -1,4 +1,4 @@
-"""Phase 1 of hyperspectral: its statistics can be merged, need constant memory, and equal those of numpy."""
+"""The statistics of phase 1 of hyperspectral can be merged, need constant memory, and equal those of numpy."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def gathered(fit: PixelStatistics, *batches: dict[str, Tensor]) -> State:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_statistics_merged_in_any_order_equal_those_of_one_pass(
-    num_parts: int, offset: float, dtype: torch.dtype
-) -> None:
+def test_merged_statistics_equal_those_of_one_pass(num_parts: int, offset: float, dtype: torch.dtype) -> None:
     batch, fit = make_batch(offset=offset), PixelStatistics(CHANNELS, dtype)
     whole = gathered(fit, batch)
     rows = list(range(len(batch["cube"])))
@@ -119,10 +117,10 @@ def test_every_pixel_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(height=50, width=90)  # 4500 pixels per cube: a full block and a partial one
     state = gathered(PixelStatistics(CHANNELS), batch)
     assert sum(seen) == batch["mask"].numel() == state["count"]
-    assert len(seen) == 20, "blocks, not pixels"
+    assert len(seen) == 20, "pixels must be read in blocks"
 
 
-def test_the_sampled_pixels_are_spread_over_the_cubes() -> None:
+def test_sampled_pixels_are_spread_over_cubes() -> None:
     batch = make_batch(num_cubes=100)
     batch["cube"][..., 0] = batch["index"][:, None, None].float()
     state = gathered(PixelStatistics(CHANNELS), batch)
@@ -176,7 +174,7 @@ def test_the_components_equal_the_eigenvectors_of_numpy() -> None:
     )
 
 
-def test_rx_equals_the_squared_mahalanobis_distance_computed_by_numpy() -> None:
+def test_rx_equals_the_squared_mahalanobis_distance_of_numpy() -> None:
     batch = make_batch(offset=2.0)
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
@@ -200,7 +198,7 @@ def test_after_phase_1_the_model_is_rx() -> None:
     assert 0 < result < 0.1
 
 
-def test_variances_initialize_the_selector_and_masks_determine_pos_weight() -> None:
+def test_statistics_initialize_selector_and_pos_weight() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS)
@@ -210,7 +208,7 @@ def test_variances_initialize_the_selector_and_masks_determine_pos_weight() -> N
     assert float(model.pos_weight) == pytest.approx(float(background / targets))
 
 
-def test_deep_svdd_starts_with_the_expected_share_of_pixels_outside_the_sphere() -> None:
+def test_deep_svdd_starts_with_5_percent_outside_the_sphere() -> None:
     torch.manual_seed(0)
     batch = make_batch()
     model = fitted(DeepSVDD(CHANNELS), batch)
@@ -234,7 +232,7 @@ def test_variances_are_sorted_in_descending_order() -> None:
     assert vectors.abs().argmax(0).tolist() == [1, 0, 2]
 
 
-def test_too_few_pixels_and_infinite_values_are_refused() -> None:
+def test_too_few_pixels_and_extreme_values_are_rejected() -> None:
     fit, batch = PixelStatistics(CHANNELS), make_batch()
     few = {name: values[:1, ..., :2, :2] if name == "mask" else values[:1] for name, values in batch.items()}
     few["cube"] = batch["cube"][:1, :2, :2]

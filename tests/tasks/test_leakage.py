@@ -13,7 +13,7 @@ def test_leakage_is_reported_for_every_task() -> None:
     assert ROWS.keys() == {name for name, _ in VARIANTS} == TASKS
 
 
-def test_the_fraction_counts_every_held_out_item_that_is_in_training() -> None:
+def test_the_fraction_counts_duplicate_held_out_items() -> None:
     items = {"train": ["a", "b", "b"], "val": ["b", "b", "c", "d"], "test": ["e"]}
     _, found = compare("letters", lambda split: items[split])
     assert [text.split()[0] for text in found.values()] == ["50.000%", "0.000%"]

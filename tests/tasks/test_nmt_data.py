@@ -46,7 +46,7 @@ def library() -> Pairs:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, library: Pairs) -> Corpus:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "library_pairs", lambda files: library)  # do not parse it again
+        patch.setattr(data, "library_pairs", lambda files: library)  # reuse the parsed library
         return open_pairs(None, tmp_path_factory.mktemp("cache"), vocab_size=2000)
 
 
@@ -71,7 +71,7 @@ def test_any_sequence_of_tokens_decodes_to_text(tokens: list[int]) -> None:
     LEARNED.decode(tokens)
 
 
-def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
+def test_words_are_single_tokens() -> None:
     name = LEAST_SIZE + LEARNED.pieces.index("name")
     assert LEARNED.encode("get the name")[-1] == name
     assert LEARNED.encode("get_name(")[2] == name
@@ -81,7 +81,7 @@ def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
     assert JOINT in LEARNED.encode("getname")
 
 
-def test_vocabulary_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
+def test_the_vocabulary_has_the_most_frequent_pieces() -> None:
     assert LEARNED.pieces[0] == "name"
     assert len(set(LEARNED.pieces)) == len(LEARNED.pieces)
     assert SubwordVocabulary.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
@@ -95,7 +95,7 @@ def test_vocabulary_pieces_are_the_most_frequent_ones_without_duplicates() -> No
         lambda: random_pairs(0, vocab_size=3, source_length=5, target_length=5),
     ],
 )
-def test_a_vocabulary_that_is_too_small_is_refused(make: Any) -> None:
+def test_too_small_vocabularies_are_rejected(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
 
@@ -133,7 +133,7 @@ def test_all_pairs_are_kept_in_order(library: Pairs, corpus: Corpus) -> None:
     assert texts(corpus, "val") == library["val"]
 
 
-def test_a_function_is_described_by_its_name_and_first_paragraph() -> None:
+def test_descriptions_are_names_and_first_paragraphs() -> None:
     code = '''
 class A:
     async def run(self, a: int = 3, *, b=(1, 2)) -> None:
@@ -166,7 +166,7 @@ def make_folder(folder: Path, pairs: str = "one two\tf(x)\nthree\tg(y)\n") -> No
         (folder / f"{split}.tsv").write_text(pairs)
 
 
-def test_a_table_and_parallel_files_give_the_same_pairs(tmp_path: Path) -> None:
+def test_tables_and_parallel_files_give_the_same_pairs(tmp_path: Path) -> None:
     make_folder(tmp_path / "table")
     (tmp_path / "columns").mkdir()
     for split in ("train", "val", "test"):
@@ -205,7 +205,7 @@ def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, content: by
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 
-def test_parallel_files_of_different_length_are_refused(tmp_path: Path) -> None:
+def test_parallel_files_must_have_equal_lengths(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").unlink()
     (tmp_path / "mine" / "train.src").write_text("a\nb\n")
@@ -231,7 +231,7 @@ def test_missing_files_are_reported_by_name(tmp_path: Path) -> None:
         open_pairs(tmp_path / "small.tsv", tmp_path, vocab_size=300)
 
 
-def test_a_data_path_together_with_random_pairs_is_refused(tmp_path: Path) -> None:
+def test_a_data_path_with_random_pairs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path"):
         build(Context(0, tmp_path, tmp_path), data="random")
 
@@ -265,7 +265,7 @@ def test_targets_have_start_and_end_tokens_and_are_truncated() -> None:
     assert batch.source.segments.tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
-def test_packed_rows_have_the_same_pairs_in_less_space() -> None:
+def test_packed_rows_need_less_space() -> None:
     indices = [*range(5, 40), 3, 3]
     padded, dense = (kind(*some_pairs(), 20, 16).__getitems__(indices) for kind in (PairData, PackedData))
     assert unpacked(padded) == unpacked(dense)
@@ -294,7 +294,7 @@ def test_packed_rows_do_not_exceed_the_maximum_length(lengths: list[tuple[int, i
             assert taken.max() < room
 
 
-def test_each_sample_of_a_packed_dataset_is_one_row_of_the_batch() -> None:
+def test_a_packed_sample_is_one_row_of_the_batch() -> None:
     pairs = PairData(*some_pairs(), 10, 8)
     batch, sample = pairs.__getitems__([4, 7]), pairs[7]
     assert torch.equal(batch.source.tokens[1], sample.source.tokens)
@@ -322,7 +322,7 @@ def test_sequences_are_recovered_from_padded_rows() -> None:
     assert [back[number].tolist() for number in range(4)] == [[9, 3], [5, 6, 7], [], [9, 3]]
 
 
-def test_random_pairs_depend_only_on_the_seed_and_have_the_given_lengths() -> None:
+def test_random_pairs_depend_only_on_the_seed() -> None:
     first, again, other = (
         random_pairs(seed, vocab_size=5000, source_length=50, target_length=20) for seed in (0, 0, 1)
     )
@@ -339,7 +339,7 @@ def test_random_pairs_depend_only_on_the_seed_and_have_the_given_lengths() -> No
 
 
 @pytest.mark.slow
-def test_baselines_are_the_metrics_of_a_constant_answer(library: Pairs, corpus: Corpus) -> None:
+def test_baselines_are_the_metrics_of_a_constant_output(library: Pairs, corpus: Corpus) -> None:
     result = baselines(corpus, 50, 20)
     likeliest = Counter(target for _, target in library["train"]).most_common(1)[0][0]
     assert result["exact_match"] == np.mean([target == likeliest for _, target in library["val"]])
@@ -361,7 +361,7 @@ def test_the_name_copying_baseline_is_scored_like_exact_match(library: Pairs, co
     assert baselines(corpus, 50, 3)["exact_match_copied_name"] == 0  # truncated targets never match exactly
 
 
-def test_the_name_copying_baseline_needs_sources_that_start_with_a_name(tmp_path: Path) -> None:
+def test_name_copying_needs_sources_that_start_with_a_name(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     assert "exact_match_copied_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
     make_folder(tmp_path / "named", "A.b.run: go\trun(self)\nrun: go\trun()\n")

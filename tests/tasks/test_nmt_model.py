@@ -1,4 +1,4 @@
-"""Padding and other pairs of a row have no effect, with and without masks; cached decoding equals decoding without."""
+"""Padding and other pairs in a row have no effect, with and without masks. Cached and uncached decoding are equal."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SMALL = Shape(
     target_length=6,
     initial_std=0.02,
 )
-# A number of the decoder passes five sums per layer of both stacks, of at most `vocab_size` terms.
+# A value passes five sums per layer of the encoder and decoder, each with at most `vocab_size` terms.
 TERMS = 2 * SMALL.num_layers * 5 * SMALL.vocab_size
-# factor for rounding errors in gradients, because weights are far from their initial values
+# amplification of rounding errors in gradients, because weights are far from their initial values
 GROWTH = 16.0 * 2 * SMALL.num_layers
 
 
@@ -64,7 +64,7 @@ def batch_of(task: Translation, count: int = 12, split: str = "train") -> Batch:
 
 
 def change(rows: Rows, where: Tensor) -> Rows:
-    """Return the rows with other tokens where `where` is true."""
+    """Return the rows with different tokens where `where` is true."""
     return rows._replace(tokens=torch.where(where, (rows.tokens + 7) % (SMALL.vocab_size - 3) + 3, rows.tokens))
 
 
@@ -84,7 +84,7 @@ def task(request: pytest.FixtureRequest) -> Translation:
 @pytest.mark.parametrize(
     ("size", "num_layers", "width", "expected"), [("full", 3, 512, 24_667_136), ("gpt2", 12, 768, 202_372_608)]
 )
-def test_sizes_have_the_published_number_of_parameters(size: str, num_layers: int, width: int, expected: int) -> None:
+def test_sizes_have_the_published_numbers_of_parameters(size: str, num_layers: int, width: int, expected: int) -> None:
     with torch.device("meta"):
         model = Transformer(SHAPES[size])
     embedding, positions = 5000 * width, (50 + 20) * width
@@ -94,7 +94,7 @@ def test_sizes_have_the_published_number_of_parameters(size: str, num_layers: in
     assert count == embedding + positions + layers + 2 * norm == expected
 
 
-def test_padded_rows_need_a_mask_in_six_of_nine_attention_calls_and_packed_rows_in_none() -> None:
+def test_only_padded_rows_need_attention_masks() -> None:
     padded, packed = calls_of(make_task(packed=False)), calls_of(make_task(packed=True))
     assert [call.masked for call in padded] == [True] * 3 + [False, True] * 3
     assert [call.masked for call in packed] == [False] * 9
@@ -148,7 +148,7 @@ def test_padding_does_not_change_the_output(task: Translation) -> None:
     assert torch.equal(result[real], expected[real])
 
 
-def test_no_target_token_attends_to_a_later_one(task: Translation) -> None:
+def test_target_tokens_do_not_attend_to_later_ones(task: Translation) -> None:
     source, target, _, _ = batch_of(task)
     before = task.model(source, target)
     for position in range(1, SMALL.target_length):
@@ -190,7 +190,11 @@ def test_packed_and_padded_models_give_equal_outputs() -> None:
         task = make_task(packed=packed)
         source, target, labels, _ = batch_of(task)
         result = task.model(source, target)
-        whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # sort keys that both layouts share
+        whose = torch.stack(
+            [labels.flatten(), target.positions.flatten()],
+            dim=1,
+            # sort keys that are equal in both layouts
+        )
         real = labels.flatten() != PAD
         order = sorted(
             range(int(real.sum())),
@@ -233,8 +237,8 @@ def test_dropout_acts_only_in_training(task: Translation, rates: dict[str, float
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
-def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
-    """With compile=regional, one graph for all encoder layers and one for all decoder layers."""
+def test_compiled_models_drop_the_same_elements(compiled: Callable[..., None], graphs: int) -> None:
+    """With compile=regional, all encoder layers share one graph, and all decoder layers share another one."""
 
     def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
         noise.start_pass(BatchSamples(0, epoch, range(20), range(20)))
@@ -252,7 +256,7 @@ def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callabl
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
-def test_packing_does_not_change_which_elements_dropout_drops(rates: dict[str, float]) -> None:
+def test_packing_does_not_change_dropped_elements(rates: dict[str, float]) -> None:
     result = []
     for packed in (False, True):
         task = make_task(packed=packed, **rates)
@@ -261,13 +265,13 @@ def test_packing_does_not_change_which_elements_dropout_drops(rates: dict[str, f
         loss, _ = task.loss(task.model, batch_of(task, 20))
         loss.backward()
         result.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))
-    # Position codes and the loss are computed in float32.
+    # Positional encodings and the loss are computed in float32.
     assert_close(result[0], result[1], TERMS, GROWTH, torch.float32)
 
 
-def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped(task: Translation) -> None:
+def test_fused_and_explicit_attention_are_equal_without_drops(task: Translation) -> None:
     result = []
-    for rate in (0.0, 1e-12):  # of the possible draws only 0 is below 1e-12, with a probability of 6e-8
+    for rate in (0.0, 1e-12):  # only the random number 0 is below 1e-12; its probability is 6e-8
         other = make_task(packed=task.packed, attention_dropout=rate)
         loss, _ = other.loss(other.model, batch_of(other, 20))
         loss.backward()
@@ -292,7 +296,7 @@ def composed(task: Translation) -> Callable[..., Tensor]:
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("rates", [{}, {"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
-def test_composed_layers_give_the_outputs_of_the_model(task: Translation, rates: dict[str, float]) -> None:
+def test_composed_layers_equal_the_model(task: Translation, rates: dict[str, float]) -> None:
     task = make_task(packed=task.packed, **rates)
     batch = batch_of(task, 20)
     drawn = task.model.noise(batch.places)
@@ -336,7 +340,7 @@ def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None
         assert torch.equal(translate(task.model, SMALL, source), greedy_without_cache(task, source))
 
 
-def test_cached_decoding_steps_give_the_logits_of_one_pass(task: Translation) -> None:
+def test_cached_decoding_gives_the_logits_of_one_pass(task: Translation) -> None:
     source, target, _, _ = batch_of(task, 5, "val")
     expected, cache = task.model(source, target), Cache(SMALL)
     for position in range(SMALL.target_length):
@@ -361,7 +365,7 @@ def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
 
 
 @pytest.mark.slow_beyond(1)
-def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_two_tokens(task: Translation) -> None:
+def test_a_beam_of_vocabulary_size_finds_the_best_output(task: Translation) -> None:
     shape = replace(SMALL, target_length=2)
     source = batch_of(task, 6, "val").source
     ordinary = [token for token in range(SMALL.vocab_size) if token not in (PAD, BEGIN)]
@@ -378,7 +382,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_two_tokens(task: Transl
 
 
 @pytest.mark.slow_beyond(1)
-def test_beam_search_does_not_depend_on_other_sources_in_the_batch(task: Translation) -> None:
+def test_beam_search_does_not_depend_on_the_batch(task: Translation) -> None:
     source = batch_of(task, 9, "val").source
     with torch.no_grad():
         together = translate(task.model, SMALL, source, beam=3)
@@ -442,7 +446,7 @@ def test_the_loss_is_float32_under_autocast(task: Translation) -> None:
 
 
 @pytest.mark.slow
-def test_inference_writes_pairs_and_a_report_on_attention(task: Translation) -> None:
+def test_inference_writes_pairs_and_attention_report(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), samples=5, batch_size=2, beam=2))
     table = made[2].files["translations.tsv"]
@@ -456,7 +460,7 @@ def test_inference_writes_pairs_and_a_report_on_attention(task: Translation) -> 
     assert not task.model.training
 
 
-def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() -> None:
+def test_inference_reports_the_effect_of_attention_dropout() -> None:
     task = make_task(packed=True, attention_dropout=0.1)
     with torch.no_grad():
         (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2)
@@ -465,7 +469,7 @@ def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() 
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_results_of_inference_name_their_split(split: Literal["val", "test"]) -> None:
+def test_inference_results_name_their_split(split: Literal["val", "test"]) -> None:
     task = make_task(packed=True)
     with torch.no_grad():
         (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2, split=split)
@@ -473,7 +477,7 @@ def test_results_of_inference_name_their_split(split: Literal["val", "test"]) ->
 
 
 @pytest.mark.slow
-def test_text_given_by_the_user_is_translated(task: Translation) -> None:
+def test_user_text_is_translated(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), source=" 5 6 7 "))
     assert len(made) == 2

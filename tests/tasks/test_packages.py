@@ -1,4 +1,4 @@
-"""A package missing for a later step of a command is reported before the first update, with the extra to install."""
+"""A package that a later step of a command needs is reported before the first update, with the extra to install."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ few = few_streamlines()
 few.__enter__()
 """
 )
-# Packages that are imported while the task is built, and only if the prepared data is not in the cache.
+# Packages that are imported only to build the task, and only if the prepared data is not cached.
 WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage"), ("gpt", "tokenizers")}
 CORE = {"matplotlib", "mpl_toolkits", "PIL"}  # matplotlib needs PIL
 OWN = """
@@ -81,21 +81,19 @@ def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ("train run=mine task=tractodiff device=cpu", "scipy"), ("inference", "nibabel"),
     ],
 )  # fmt: skip
-def test_a_missing_package_stops_a_command_before_its_first_update(
+def test_a_missing_package_is_reported_before_training(
     server: ForkServer, prepared: Path, args: str, package: str
 ) -> None:
     result = hidden(server, args, prepared, package)
     assert result.code == 78, result.err
     assert package in result.err
     assert "accel-run[tractodiff]" in result.err
-    assert not (prepared / "outputs" / "mine").exists(), "there is nothing to resume"
+    assert not (prepared / "outputs" / "mine").exists(), "no run must be created"
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("task", "package"), [*sorted(WHILE_BUILDING), ("tractodiff", "scipy")])
-def test_a_package_missing_while_the_task_is_built_is_reported_with_its_extra(
-    server: ForkServer, tmp_path: Path, task: str, package: str
-) -> None:
+def test_packages_for_building_a_task_are_reported(server: ForkServer, tmp_path: Path, task: str, package: str) -> None:
     extra, args = ("bpe", "task.tokenizer=bpe") if task == "gpt" else (task, "")
     result = hidden(server, f"both run=mine task={task} device=cpu {args}", tmp_path, package)
     assert result.code == 78, result.err
@@ -103,7 +101,7 @@ def test_a_package_missing_while_the_task_is_built_is_reported_with_its_extra(
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
-def test_packages_that_a_task_declares_are_checked_before_training(server: ForkServer, tmp_path: Path) -> None:
+def test_declared_packages_are_checked_before_training(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     args = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
     stopped = hidden(server, f"both {args}", tmp_path, "none")
@@ -121,19 +119,17 @@ def test_packages_that_a_task_declares_are_checked_before_training(server: ForkS
     ],
     ids=["phase", "objective"],
 )
-def test_the_library_of_a_later_optimizer_is_checked_before_the_first_update(
-    args: str, code: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_libraries_of_later_optimizers_are_checked(args: str, code: str, server: ForkServer, tmp_path: Path) -> None:
     losses = 'PHASES = {"early": {}, "late": {}}\nMine.losses = property(lambda self: {"early": self.loss})\n'
     (tmp_path / "mine.py").write_text(f"{OWN}\n{losses if code else losses.splitlines()[0]}\n{code}\n")
     command = f"train --task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10 {args}"
     result = hidden(server, command, tmp_path, "schedulefree")
     assert result.code == 78, result.err
     assert "accel-run[schedulefree]" in result.err
-    assert not (tmp_path / "outputs" / "mine").exists(), "there is nothing to resume"
+    assert not (tmp_path / "outputs" / "mine").exists(), "no run must be created"
 
 
-def test_every_package_beyond_the_dependencies_is_declared_by_its_task() -> None:
+def test_tasks_declare_all_extra_packages() -> None:
     for source in sorted((ROOT / "tasks").glob("*/task.py")):
         text = "".join(file.read_text() for file in source.parent.glob("*.py"))
         required = {name.partition(".")[0] for name in re.findall(r'require\(f?"([\w.]+)', text)} - CORE
@@ -142,7 +138,7 @@ def test_every_package_beyond_the_dependencies_is_declared_by_its_task() -> None
         assert late <= declared, source
 
 
-def test_matplotlib_is_a_dependency_and_earlier_extras_are_valid() -> None:
+def test_extras_of_earlier_versions_are_valid() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(each.startswith("matplotlib") for each in project["dependencies"])
     assert {"cape", "hyperspectral", "plots", "tasks", "tractodiff"} <= set(project["optional-dependencies"])

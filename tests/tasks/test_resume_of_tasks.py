@@ -1,4 +1,4 @@
-"""A resumed run of each task equals an uninterrupted one: weights, statistics, metrics."""
+"""A resumed run of each task has the weights, statistics and metrics of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.forkserver import ForkServer
 
 pytestmark = pytest.mark.slow
 
-# These tasks are small enough to take seconds; each run resumes in the phase in which it was stopped.
+# With these settings, a run takes seconds. Each run resumes in the phase in which it was stopped.
 ARGUMENTS = {
     "cape": ["updates=6", "global_batch_size=4", "micro_batch_size=2"],
     "dynamo": ["updates=3", "global_batch_size=4"],
@@ -23,7 +23,7 @@ ARGUMENTS = {
     "nmt": ["updates=6", "global_batch_size=4"],
     "tractodiff": ["updates=6", "global_batch_size=8"],
 }
-# Stop by SIGTERM during the first save.
+# Send SIGTERM during the first save.
 STOPPED = {
     "IMPORT_FIRST": "tests.faults.ending",
     "FAULT": json.dumps({"at": "save", "save": 1, "number": 1, "by": "SIGTERM"}),

@@ -1,4 +1,4 @@
-"""Training reads no data of the test split, which must not influence the choice of the model."""
+"""Training does not read the test split, which must not influence model selection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHORT = ARGUMENTS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["up
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", SHORT)
-def test_training_reads_no_data_of_the_test_split(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes baselines and all hooks that evaluate."""
+def test_training_does_not_read_the_test_split(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither baselines nor hooks that evaluate the model read it."""
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")

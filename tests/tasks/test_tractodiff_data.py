@@ -1,4 +1,4 @@
-"""Segments of streamlines: held out correctly, in one space, with the history that a tracker would know."""
+"""Segments of streamlines are held out correctly, use one space, and have the history that a tracker would know."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ nibabel = pytest.importorskip("nibabel")
 
 AFFINE = np.array([[0.0, -2.0, 0.0, 30.0], [-2.0, 0.0, 0.0, 5.0], [0.0, 0.0, 2.5, -7.0], [0.0, 0.0, 0.0, 1.0]])
 SHAPE = (12, 11, 10)
-M_PERTURB = -6  # of mallopt(3)
+M_PERTURB = -6  # parameter of mallopt(3)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def volume(traced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prepared bundles; a network access fails the test."""
+    """The prepared bundles; network access fails the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asked the network"))
         return prepare(None, tmp_path_factory.mktemp("cache"), data="bundles", step=4.0)
@@ -85,7 +85,7 @@ def one_subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(one_subject: Path, tmp_path: Path) -> Path:
-    """A copy of the folder of the only subject, which a test may damage."""
+    """A copy of the subject's folder, which a test may damage."""
     shutil.copytree(one_subject, tmp_path / "brains")
     return tmp_path / "brains" / "anna"
 
@@ -93,7 +93,7 @@ def damaged(one_subject: Path, tmp_path: Path) -> Path:
 # Distances
 
 
-def test_the_distance_of_lines_does_not_depend_on_their_direction() -> None:
+def test_the_distance_does_not_depend_on_directions() -> None:
     one, other = torch.randn(2, 5, 16, 3, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(mdf(one, other), mdf(one.flip(1), other))
     assert torch.allclose(mdf(one, other), mdf(other, one))
@@ -129,13 +129,13 @@ def make_fields(*shapes: tuple[int, int, int], channels: int = 3) -> Fields:
 
 
 def sample_with_torch(image: Tensor, points: Tensor) -> Tensor:
-    """Return values (N, C) of an image (X, Y, Z, C) at points (N, 3) in voxels, by torch's grid_sample."""
+    """Return the values (N, C) of an image (X, Y, Z, C) at points (N, 3) in voxels, computed by torch's grid_sample."""
     sizes = torch.tensor(image.shape[:3])
     grid = (2 * points / (sizes - 1) - 1).flip(-1).view(1, 1, 1, -1, 3)
     return F.grid_sample(image.permute(3, 0, 1, 2)[None], grid, align_corners=True)[0, :, 0, 0].T
 
 
-def test_values_between_voxels_equal_those_of_grid_sample_for_every_subject() -> None:
+def test_interpolated_values_equal_grid_sample() -> None:
     fields = make_fields((4, 5, 6), (7, 3, 2))
     points = 8 * torch.rand(500, 3, generator=torch.Generator().manual_seed(1)) - 1.5
     for subject in (0, 1):
@@ -155,7 +155,7 @@ def test_the_mask_has_a_gradient_at_its_edge() -> None:
     assert points.grad.tolist() == [[-1, 0, 0]]
 
 
-def test_a_condition_consists_of_seven_places_and_eight_directions() -> None:
+def test_a_condition_has_seven_places_and_eight_directions() -> None:
     fields = make_fields((9, 9, 9), channels=NUM_CHANNELS)
     points, directions = torch.tensor([[4.0, 4.0, 4.0]]), torch.arange(24.0).view(1, 8, 3)
     condition = fields.condition(points, directions, torch.tensor([0]))
@@ -174,11 +174,11 @@ def test_streamlines_are_inside_the_mask(volume: Path) -> None:
     tracts = SegmentDataset(volume, "train").tracts
     inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
     assert len(tracts.ends) > 1000
-    assert (inside >= 0.5).float().mean() > 0.95  # the last points are where tracking stopped, just outside
+    assert (inside >= 0.5).float().mean() > 0.95  # tracking stopped at the last points, which are just outside
 
 
 def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path: Path) -> None:
-    """Diffusion is fast along A, and so the signal is low there, for any orientation of the image."""
+    """Diffusion is fast along A, so the signal is low in this direction, for any orientation of the image."""
     from dipy.reconst.shm import real_sh_descoteaux
 
     pieces = SegmentDataset(prepare(one_subject, tmp_path, data="volume", step=1.0), "train")
@@ -191,10 +191,8 @@ def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # streamlines run along A
 
 
-def test_the_first_axis_of_fsl_directions_is_negated_if_the_determinant_is_positive(
-    one_subject: Path, tmp_path: Path
-) -> None:
-    """The same image stored from left to right and from right to left has the same dwi.bvec."""
+def test_positive_determinants_negate_the_first_fsl_axis(one_subject: Path, tmp_path: Path) -> None:
+    """An image has the same dwi.bvec whether it is stored from left to right or from right to left."""
     fields = []
     for name, sign in (("radiological", -1.0), ("neurological", 1.0)):
         folder = tmp_path / name / "anna"
@@ -231,7 +229,7 @@ def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:
 
 
 @pytest.mark.slow
-def test_splits_are_not_empty_and_share_no_streamline(volume: Path) -> None:
+def test_splits_share_no_streamline(volume: Path) -> None:
     tracts = SegmentDataset(volume, "train").tracts
     for split in SPLITS:
         assert len(SegmentDataset(volume, split)) > 100
@@ -242,7 +240,7 @@ def test_splits_are_not_empty_and_share_no_streamline(volume: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bundles_are_held_out_by_subject_and_atlases_exclude_that_subject(bundles: Path) -> None:
+def test_bundles_are_held_out_by_subject(bundles: Path) -> None:
     tracts = SegmentDataset(bundles, "train").tracts
     assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
         ["sub_1", "sub_2", "sub_3"],
@@ -250,14 +248,17 @@ def test_bundles_are_held_out_by_subject_and_atlases_exclude_that_subject(bundle
         ["sub_5"],
     ]
     amounts = [float((tracts.fields.image(subject)[..., 0]).abs().sum()) for subject in range(5)]
-    assert amounts[3] == amounts[4] > max(amounts[:3])  # held-out subjects see three others, training ones two
+    assert (
+        amounts[3] == amounts[4] > max(amounts[:3])
+        # the atlas of a held-out subject is from three subjects, that of a training subject from two
+    )
 
 
 # The pieces
 
 
 @pytest.mark.slow
-def test_a_piece_contains_the_points_that_follow_its_start(volume: Path) -> None:
+def test_a_piece_contains_the_points_after_its_start(volume: Path) -> None:
     pieces = SegmentDataset(volume, "val")
     tracts = pieces.tracts
     count = len(pieces) // 2
@@ -276,7 +277,7 @@ def test_a_piece_contains_the_points_that_follow_its_start(volume: Path) -> None
 
 
 @pytest.mark.slow
-def test_training_pieces_are_extrapolated_beyond_the_end_of_a_streamline(volume: Path) -> None:
+def test_training_pieces_are_extrapolated_beyond_streamlines(volume: Path) -> None:
     pieces = SegmentDataset(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
     last = pieces[len(line) - 2]  # only one real point is left
@@ -297,7 +298,7 @@ def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
 
 
 @pytest.mark.slow
-def test_which_history_is_dropped_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
+def test_dropped_histories_depend_only_on_the_epoch(volume: Path) -> None:
     pieces, same = SegmentDataset(volume, "train", 3), pickle.loads(pickle.dumps(SegmentDataset(volume, "train", 3)))
     first = pieces.spread(300)["condition"]
     pieces.set_epoch(1)
@@ -317,7 +318,7 @@ def test_only_the_folder_name_is_sent_to_worker_processes(volume: Path) -> None:
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_data_is_prepared_once_and_again_after_a_change(one_subject: Path, is_link: bool, tmp_path: Path) -> None:
+def test_data_is_prepared_again_after_a_change(one_subject: Path, is_link: bool, tmp_path: Path) -> None:
     shutil.copytree(one_subject, tmp_path / "brains")
     if is_link:
         (tmp_path / "brains" / "anna").rename(tmp_path / "anna")
@@ -327,7 +328,7 @@ def test_data_is_prepared_once_and_again_after_a_change(one_subject: Path, is_li
     assert prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0) == first
     assert (first / "values.npy").stat().st_mtime_ns == stamp
     file = tmp_path / "brains" / "anna" / "tracts.trk"
-    file.write_bytes(file.read_bytes()[: -(41 * 12 + 4)])  # one streamline less
+    file.write_bytes(file.read_bytes()[: -(41 * 12 + 4)])  # remove one streamline
     changed = prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0)
     assert changed != first
     make_subject(tmp_path / "brains" / "ben", num_lines=3)
@@ -340,7 +341,7 @@ def test_data_is_prepared_once_and_again_after_a_change(one_subject: Path, is_li
 def expect(damaged: Path, error: type[Exception], match: str, **options: Any) -> None:
     with pytest.raises(error, match=match) as caught:
         prepare(damaged.parent, damaged.parent.parent / "cache", **{"data": "volume", "step": 1.0, **options})
-    assert "dwi.nii.gz" in str(caught.value) or "step_mm" in str(caught.value)  # the message names what is expected
+    assert "dwi.nii.gz" in str(caught.value) or "step_mm" in str(caught.value)  # the message states what is expected
     assert not list((damaged.parent.parent / "cache").glob("*"))
 
 
@@ -377,7 +378,7 @@ def test_a_file_with_an_invalid_number_is_reported_by_name(damaged: Path, file: 
 
 
 @pytest.mark.parametrize("file", ["dwi.bval", "dwi.bvec"])
-def test_a_gradient_file_with_fewer_entries_than_volumes_is_reported_by_name(damaged: Path, file: str) -> None:
+def test_a_short_gradient_file_is_reported_by_name(damaged: Path, file: str) -> None:
     np.savetxt(damaged / file, np.atleast_2d(np.loadtxt(damaged / file))[:, :-1])
     expect(damaged, DataError, f"anna/{file}.* must have ")
 
@@ -389,27 +390,27 @@ def test_directions_of_unweighted_volumes_may_be_nan(damaged: Path) -> None:
     prepare(damaged.parent, damaged.parent.parent / "cache", data="volume", step=1.0)
 
 
-def test_a_mask_of_another_shape_is_refused(damaged: Path) -> None:
+def test_a_mask_of_another_shape_is_rejected(damaged: Path) -> None:
     nibabel.save(nibabel.Nifti1Image(np.ones((4, 5, 6), np.uint8), AFFINE), damaged / "mask.nii.gz")
     expect(damaged, DataError, r"shape of the image, \(12, 11, 10\), but has \(4, 5, 6\)")
 
 
-def test_an_image_without_its_volumes_is_refused(damaged: Path) -> None:
+def test_an_image_with_missing_volumes_is_rejected(damaged: Path) -> None:
     nibabel.save(nibabel.Nifti1Image(np.ones((*SHAPE, 5), np.float32), AFFINE), damaged / "dwi.nii.gz")
     expect(damaged, DataError, "one volume for each of 32 b-values")
 
 
-def test_streamlines_outside_the_image_are_refused(damaged: Path) -> None:
+def test_streamlines_outside_the_image_are_rejected(damaged: Path) -> None:
     lines = [np.full((30, 3), 500, np.float32)]
     (damaged / "tracts.trk").write_bytes(trk(lines, AFFINE, SHAPE))
     expect(damaged, DataError, "streamline 0 leaves the image")
 
 
-def test_streamlines_that_are_too_short_give_no_piece(damaged: Path) -> None:
+def test_too_short_streamlines_are_rejected(damaged: Path) -> None:
     expect(damaged, DataError, "no train streamline is at least 170 mm", step=10.0)
 
 
-def test_a_path_that_is_not_a_folder_is_reported_as_missing(tmp_path: Path) -> None:
+def test_a_path_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere is not a folder"):
         prepare(tmp_path / "nowhere", tmp_path, data="volume", step=1.0)
     (tmp_path / "empty").mkdir()

@@ -66,13 +66,13 @@ def inputs(count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_steps", [10, 50, 200, 1000])
-def test_the_noise_level_grows_from_almost_0_to_almost_1(num_steps: int) -> None:
+def test_the_noise_level_grows_from_0_to_1(num_steps: int) -> None:
     signal = Schedule(num_steps).signal
     assert signal.shape == (num_steps,)
     assert (signal.diff() < 0).all()
     assert 0.97 < signal[0] < 1
-    assert 0 <= signal[-1] < 1e-4  # lint-tests: tolerance: how little is left of the signal, not rounding
-    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal halfway
+    assert 0 <= signal[-1] < 1e-4  # lint-tests: tolerance: the remaining signal, not rounding
+    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine
 
 
 def test_adding_noise_preserves_the_variance() -> None:
@@ -83,7 +83,7 @@ def test_adding_noise_preserves_the_variance() -> None:
 
 
 def test_a_reverse_step_has_the_moments_of_the_previous_step() -> None:
-    """A reverse step from x_t with a known x0 has exactly the mean and variance of x_{t-1}."""
+    """For a known x0, a reverse step from x_t has exactly the mean and variance of x_{t-1}."""
     schedule = Schedule(50)
     signal = schedule.signal.double()
     for step in (1, 20, 48):
@@ -110,7 +110,7 @@ def test_sampling_starts_from_pure_noise_and_visits_all_steps() -> None:
     assert seen == [[step, step] for step in range(9, -1, -1)]
 
 
-def test_ddim_takes_the_requested_number_of_steps_and_draws_noise_once() -> None:
+def test_ddim_takes_the_requested_number_of_steps() -> None:
     seen, x0 = [], torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
     draws = iter([torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(1))])
 
@@ -124,7 +124,7 @@ def test_ddim_takes_the_requested_number_of_steps_and_draws_noise_once() -> None
 
 
 def test_a_step_of_ddim_keeps_the_noise() -> None:
-    """With the true x0, x at each step is x0 with the same noise, scaled for that step."""
+    """If x0 is predicted exactly, x at each step is x0 plus the same noise, scaled for that step."""
     schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
     x0, noise = torch.randn(2, 5, 16, 3, generator=generator)
     start = schedule.add_noise(x0, torch.full((5,), 49), noise)
@@ -151,7 +151,7 @@ def test_every_parameter_gets_a_gradient(denoiser: str, cache: Path, monkeypatch
 
 
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
-def test_the_output_depends_on_the_condition_the_step_and_the_points(denoiser: Any) -> None:
+def test_the_output_depends_on_every_input(denoiser: Any) -> None:
     torch.manual_seed(0)
     model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
     noisy, step, condition = inputs()
@@ -166,7 +166,7 @@ def test_the_output_depends_on_the_condition_the_step_and_the_points(denoiser: A
 
 
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
-def test_composed_layers_give_the_outputs_of_the_model(denoiser: Any) -> None:
+def test_composed_layers_equal_the_model(denoiser: Any) -> None:
     torch.manual_seed(0)
     model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
     model.center.normal_()
@@ -240,14 +240,14 @@ class Straight(torch.nn.Module):
         return self.line.expand(len(noisy), -1, -1)
 
 
-def test_leaving_the_mask_is_penalized_with_a_gradient_towards_it(task: TractoDiff) -> None:
+def test_leaving_the_mask_is_penalized(task: TractoDiff) -> None:
     batch = task.dataset("val").spread(32)
     x0 = batch["points"] / task.model.scale
     model = Straight(torch.zeros(1, 16, 3))
     distance = 20 * float(mdf(torch.zeros_like(x0), x0).sum())
     loss, _ = task.loss(model, batch)
     assert float(loss.detach()) == pytest.approx(distance, rel=0.02)  # points that stay at the start are inside
-    # far outside, each point costs as much as its real point is inside: 10 for a piece that is entirely inside
+    # far outside, a point costs 10 times the mask value of its real point, so 10 for a piece that is entirely inside
     away = Straight(torch.full((1, 16, 3), 100.0))
     loss, items = task.loss(away, batch)
     half = {name: part[::2] for name, part in batch.items()}
@@ -256,7 +256,7 @@ def test_leaving_the_mask_is_penalized_with_a_gradient_towards_it(task: TractoDi
     distance = 20 * float(mdf(away(x0, x0, x0), x0).sum().detach())
     rounded = allowed(torch.float32, 32 * 16 * 3) * float(loss.detach()) / int(items)
     assert (float(loss.detach()) - distance) / int(items) == pytest.approx(expected, abs=rounded)
-    # points at the edge are pulled back: a small step against the gradient of the collision term is further inside
+    # points at the edge are pulled back: a small step against the gradient of the collision term moves them inside
     edge = torch.nn.Parameter(batch["points"].clone() * 1.5)
     before = task.inside(edge, batch)
     (1 - before).sum().backward()
@@ -299,7 +299,7 @@ def test_the_baseline_extrapolates_linearly(task: TractoDiff) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("data", ["volume", "bundles"])
-def test_the_stronger_baseline_copies_the_nearest_training_piece(
+def test_the_nearest_piece_baseline_copies_the_nearest_piece(
     data: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = make_task(cache, monkeypatch, data=data)
@@ -322,12 +322,12 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
         copied = (whole["points"] == result[i]).all(dim=2).all(dim=1)
         assert copied.any()
         cost = apart**2 + (8 * task.mean_step * turned) ** 2
-        # lint-tests: tolerance: mm², for a cost of 0
+        # lint-tests: tolerance: in mm², for a cost of 0
         assert float(cost[copied].min()) <= float(cost.min()) * 1.05 + 1e-6
     assert task.baselines()["mdf_mm_nearest_piece"] < 0.5 * task.baselines()["mdf_mm"]
 
 
-def test_the_stronger_baseline_copies_a_training_piece_exactly(task: TractoDiff) -> None:
+def test_the_nearest_piece_baseline_is_exact_on_training_data(task: TractoDiff) -> None:
     rows = ((task.train.num_left >= 16) & (task.train.num_known >= 8)).nonzero()[::500, 0]
     task.train.num_remembered[:] = 8
     batch = task.train.__getitems__(rows.tolist())
@@ -350,7 +350,7 @@ def test_metrics_are_computed_on_sampled_pieces(task: TractoDiff) -> None:
 
 
 class Knowing(torch.nn.Module):
-    """Returns the true pieces of a batch, followed by every second one again."""
+    """Returns the true pieces of a batch, followed by every second piece again."""
 
     def __init__(self, x0: Tensor) -> None:
         super().__init__()
@@ -363,8 +363,8 @@ class Knowing(torch.nn.Module):
 # Growing
 
 
-def test_streamlines_are_extended_in_both_directions_until_they_leave_the_mask() -> None:
-    """A model that continues in the last direction, or along R from a seed, draws a line through the whole box."""
+def test_streamlines_are_extended_in_both_directions() -> None:
+    """A model that continues in the last direction, or along R at a seed, draws a line through the whole box."""
     histories = []
 
     def draw(tails: Tensor) -> Tensor:
@@ -384,12 +384,12 @@ def test_streamlines_are_extended_in_both_directions_until_they_leave_the_mask()
         assert (line[:, 1:] == seed[1:]).all()
     assert histories[0] == [0, 0, 0]  # seeds have no history
     assert histories[1] == [8, 8]  # one line has left the box
-    assert [8, 1, 8] in histories  # backward, the forward part is the history
+    assert [8, 1, 8] in histories  # the forward part is the history of the backward part
     short = generate_streamlines(draw, inside, seeds, advance=16, max_points=5)
     assert [len(line) for line in short] == [11, 7, 11]
 
 
-def test_a_seed_that_cannot_be_extended_stays_a_single_point() -> None:
+def test_a_seed_without_extension_stays_a_point() -> None:
     def draw(tails: Tensor) -> Tensor:
         return tails[:, -1:] + torch.arange(1.0, 17)[:, None]
 
@@ -407,8 +407,8 @@ def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
         return replace(prediction, files={**prediction.files, **combined.files}, plots=combined.plots)
 
 
-def test_the_mask_of_all_subjects_is_converted_once(task: TractoDiff, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have millions of voxels, and each step of a streamline looks up points in it."""
+def test_the_mask_is_converted_once(task: TractoDiff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask may have millions of voxels, and each step of a streamline looks up points in it."""
     calls: list[Fields] = []
     convert = Fields.mask.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Fields, "mask", property(lambda fields: calls.append(fields) or convert(fields)))
@@ -419,7 +419,7 @@ def test_the_mask_of_all_subjects_is_converted_once(task: TractoDiff, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
-def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
+def test_other_programs_open_written_streamlines(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
     from dipy.io.streamline import load_tractogram
 
     prediction = predict(task, seeds_from=seeds_from)
@@ -430,10 +430,10 @@ def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path:
     assert len(opened.streamlines) == figures["streamlines"] > 0
     assert_close(opened.affine, task.tracts.affines[0], terms=4, dtype=torch.float32)
     assert opened.header["dimensions"].tolist() == [10, 10, 10]
-    assert len(load_tractogram(str(file), "same")) == figures["streamlines"]  # checks that they are inside the image
+    assert len(load_tractogram(str(file), "same")) == figures["streamlines"]  # also checks the bounds
     points = torch.from_numpy(np.concatenate(list(opened.streamlines)))
     inside = task.tracts.fields.mask.sample(points, torch.zeros(len(points), dtype=torch.long))
-    assert float((inside >= 0.49).float().mean()) > 0.95  # a held-out seed itself may be just outside
+    assert float((inside >= 0.49).float().mean()) > 0.95  # a held-out seed may be just outside
     assert ("mdf_to_real_through_seed_mm" in figures) == (seeds_from == "streamlines")
     assert prediction.items >= 2 * figures["streamlines"]
     assert prediction.plots["small_64D.png"].startswith(b"\x89PNG")
@@ -509,7 +509,7 @@ def test_results_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: An
     assert_close(torch.tensor(figures["mean_length_mm"]), torch.tensor(mean), terms=50)
     assert figures["seconds_per_streamline"] == sum(made.part["seconds"] for made in predictions) / 7
     assert list(combined.plots) == ["small_64D.png"]
-    assert not combined.items, "it is printed after the first predictions, too"
+    assert not combined.items, "combined results are also printed after the first predictions"
     if seeds_from == "streamlines":
         affine, real = task.tracts.affines[0], [line.numpy() for line in task.tracts.streamlines("test", 0)]
         seen, truth = voxels(written, affine), voxels(real, affine)
@@ -517,7 +517,7 @@ def test_results_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: An
         assert figures["bundles"]["small_64D"]["seeds"] == 7
 
 
-def test_results_of_a_bundle_compare_the_voxels_of_real_and_generated_lines(task: TractoDiff) -> None:
+def test_bundle_results_compare_voxels(task: TractoDiff) -> None:
     tracking = Tracking(task.tracts, "test")
     real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
     partners = list(range(len(real)))
@@ -528,24 +528,24 @@ def test_results_of_a_bundle_compare_the_voxels_of_real_and_generated_lines(task
     far = [line + affine[:3, :3] @ [100, 0, 0] for line in real]
     found = tracking.figures(0, partners, far)["bundles"]["small_64D"]
     assert (found["overlap"], found["overreach"], found["valid_connections"]) == (0, 1, 0)
-    half = [line if number % 2 else line[:1] for number, line in enumerate(real)]  # nothing grew from every other seed
+    half = [line if number % 2 else line[:1] for number, line in enumerate(real)]  # every other seed was not extended
     found = tracking.figures(0, partners, half)["bundles"]["small_64D"]
     assert found["valid_connections"] == (len(real) // 2) / len(real)
 
 
-def test_a_connection_is_valid_if_both_ends_are_near_the_ends_of_one_real_line() -> None:
+def test_valid_connections_have_the_ends_of_one_real_line() -> None:
     one, other = (np.array([[0.0, y, 0], [5, 9, 9], [10, y, 0]]) for y in (0, 20))
     line = np.array([[1.0, 0, 0], [4, 4, 4], [10, 1, 0]])
     assert connects(line, ends_of([one]), 1.0)
     assert connects(line[::-1], ends_of([other, one]), 1.0)
     assert not connects(line, ends_of([one]), 0.99)
-    assert not connects(line[:2], ends_of([one]), 1.0)  # the second end is elsewhere
-    crossing = np.array([[0.0, 0, 0], [10, 20, 0]])  # the end of one, and the end of another
+    assert not connects(line[:2], ends_of([one]), 1.0)  # the second end is too far away
+    crossing = np.array([[0.0, 0, 0], [10, 20, 0]])  # connects the ends of two different lines
     assert not connects(crossing, ends_of([one, other]), 1.0)
 
 
 @pytest.mark.slow
-def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:
+def test_another_program_reads_written_tck_files(task: TractoDiff) -> None:
     files = predict(task).files
     lines = [nibabel.streamlines.load(io.BytesIO(files[f"small_64D.{kind}"])).streamlines for kind in ("trk", "tck")]
     for one, other in zip(*lines, strict=True):
@@ -553,11 +553,11 @@ def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:
 
 
 @pytest.mark.parametrize("options", [{"advance": 17}, {"steps": 11}])
-def test_invalid_shapes_of_pieces_and_diffusion_are_refused(task: TractoDiff, options: dict[str, int]) -> None:
+def test_invalid_advance_and_steps_are_rejected(task: TractoDiff, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         predict(task, **options)
 
 
 @pytest.mark.slow
-def test_ddim_generates_streamlines_too(task: TractoDiff) -> None:
+def test_ddim_generates_streamlines(task: TractoDiff) -> None:
     assert predict(task, steps=3).files["small_64D.trk"] != predict(task).files["small_64D.trk"]
