@@ -1,4 +1,4 @@
-"""Load the examples of docs/examples for a plain loop, or train them by the command, optionally with faults."""
+"""Load the examples of docs/examples for a plain loop, or train them with the command, optionally with faults."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def train(
     *,
     point: str = FAULT_POINT,
 ) -> tuple[dict[str, Tensor], Path]:
-    """Train an example on the CPU, once per fault (None: without one); return its weights and its run directory.
+    """Train an example on the CPU, once per fault (None: without a fault). Return its weights and its run directory.
 
-    The last class of the example is its task; it gets a fault point in each update.
+    The last class of the example, its task, gets a fault point in each update.
 
     point  code with the fault point, appended to the example
     """

@@ -1,4 +1,4 @@
-"""A task whose datasets draw random numbers from all global generators; its model draws none."""
+"""A task whose datasets draw random numbers from all global generators. Its model does not."""
 
 import random
 

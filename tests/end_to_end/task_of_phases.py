@@ -1,4 +1,4 @@
-"""A test task with four phases: statistics, pretraining, an adapter, early stopping; it can signal its own process."""
+"""A test task with four phases (statistics, pretraining, adapter, early stopping) that can signal its own process."""
 
 import os
 import signal
@@ -49,9 +49,9 @@ def build(
 ) -> Task:
     """Build a task with four phases.
 
-    stop_at   PHASE:NUMBER or PHASE:eval: send a signal at that batch or in an evaluation, unless NO_KILL is set
-    wait_for  file that must exist before the signal
-    by        the signal
+    stop_at   send a signal at this batch (PHASE:NUMBER) or in an evaluation (PHASE:eval), unless NO_KILL is set
+    wait_for  file that must exist before the signal is sent
+    by name of the signal
     added     if not empty, Fit.add returns an invalid value
     """
     task = Phases(stop_at, wait_for, unused, fits)
@@ -155,7 +155,7 @@ class Phases(Task):
             os.kill(os.getpid(), self.by)
 
     def reconstruct(self, model, batch):
-        if torch.is_grad_enabled():  # not in the check before the first update
+        if torch.is_grad_enabled():  # false in the check before the first update
             self.count_batch()
         x, y = batch
         return F.cross_entropy(model(F.dropout(x, 0.2)), y, reduction="sum"), len(y)
@@ -167,7 +167,7 @@ class Phases(Task):
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
     def evaluate(self, model, batch):
-        if self.batches:  # not in the check before the first update
+        if self.batches:  # false in the check before the first update
             self.stop_if("eval")
         noise = torch.rand(len(batch[1])).double()
         return {"loss": self.loss(model, batch), "noise": (noise.sum(), len(noise))}

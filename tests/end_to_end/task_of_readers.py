@@ -1,4 +1,4 @@
-"""A task that records which processes read its samples, and counts the readers that outlive an evaluation."""
+"""A task that records which processes read its samples, and counts those that still run after an evaluation."""
 
 import os
 from pathlib import Path

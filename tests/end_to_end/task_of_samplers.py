@@ -1,4 +1,4 @@
-"""A test task for every sampler: two datasets of numbers, with weights, lengths and two samplers of the task."""
+"""A test task for every sampler: two datasets of numbers, with weights and lengths, and two custom samplers."""
 
 from __future__ import annotations
 

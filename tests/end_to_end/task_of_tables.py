@@ -26,7 +26,7 @@ def plain(read, requests):
 
 
 def workers(read, requests, *, number: int = 2):
-    """Read in workers of torch.
+    """Read in torch's worker processes.
 
     number  worker processes
     """
@@ -35,9 +35,9 @@ def workers(read, requests, *, number: int = 2):
 
 
 def threads(read, requests, *, ahead: int = 3):
-    """Read in threads, ahead of the training.
+    """Read in threads, ahead of training.
 
-    ahead  batches that are read ahead
+    ahead  number of batches that are read ahead
     """
 
     def load(request):
@@ -95,7 +95,7 @@ DATALOADERS = {
 def rounded(model, *, bits: int = 8):
     """Round the weights in each forward pass.
 
-    bits  of the mantissa
+    bits number of bits of the mantissa
     """
 
     class Rounding(nn.Module):
@@ -122,7 +122,7 @@ def noted(model):
 
 
 def unchanged(model):
-    """Compute as the extended option."""
+    """Compute like the extended option."""
 
 
 def returned(model):
@@ -131,12 +131,12 @@ def returned(model):
 
 
 def another(model):
-    """Return another model."""
+    """Return a different model."""
     return nn.Linear(2, 2)
 
 
 def wrong_result(model):
-    """Return something else."""
+    """Return something that is not a model."""
     return 8
 
 
@@ -200,7 +200,7 @@ def mean(gradients):
 
 
 def unequal(gradients):
-    """Return another sum on each rank."""
+    """Return a different sum on each rank."""
     dist.all_reduce(gradients)
     gradients *= 1 + 1e-3 * dist.get_rank()
 
@@ -218,7 +218,7 @@ PARALLELISMS = {
 
 
 class SharedState(torch.optim.Optimizer):
-    """Gradient descent whose rate decays by state that belongs to no parameter."""
+    """Gradient descent with a decaying learning rate, stored in state that belongs to no parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,4 @@
-"""A test task with two phases, optionally without validation data or with another metric."""
+"""A test task with two phases, optionally without validation data or with a different metric."""
 
 import torch
 import torch.nn.functional as F

@@ -26,10 +26,10 @@ def build(
     held: str = "",
     fail_at: int = 0,
 ) -> Task:
-    """Build the task. NO_KILL disables all faults but sleep_s.
+    """Build the task. NO_KILL disables all faults except sleep_s.
 
     sleep_s  seconds that each batch sleeps
-    kill_at  batch at which the process kills itself, once the folder `wait_for` exists
+    kill_at  batch at which the process kills itself, after the folder `wait_for` exists
     stop_at  batch that creates the file `held`, and waits until the run has received a stop signal
     fail_at  batch whose loss raises an exception
     """
@@ -70,7 +70,7 @@ class Everything(Task):
         x, y = batch
         if model.training:
             self.calls += 1
-            time.sleep(self.sleep_s)  # lint-tests: sleep: what a batch takes
+            time.sleep(self.sleep_s)  # lint-tests: sleep: duration of a batch
             harmless = "NO_KILL" in os.environ
             if self.calls == self.kill_at and not harmless:
                 wait_until(self.wait_for.is_dir)

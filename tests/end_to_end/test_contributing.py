@@ -19,10 +19,9 @@ from tests.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[2]
 
-# Runs the commands one after another in a fork of the fork server, which has imported torch, but with the modules of
-# the copy, and then the tests that check names, keys and floors against each other. A technique is not measured: only
-# two of its updates run. Variants of a suite run two blocks of about one update; the budget is too large to be used up
-# on any machine.
+# Runs the commands sequentially, with the modules of the copy, in a fork of the fork server, which has imported torch.
+# Then runs the tests that compare names, keys and floors. A technique is not measured: only two of its updates run.
+# Variants of a suite run two blocks of about one update; no machine exceeds the budget.
 DRIVER = """
 import json, os, sys
 for name in list(sys.modules):
@@ -65,7 +64,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The blocks below one heading: pieces of files with their place, and commands that use them."""
+    """The blocks below one heading: pieces of files with their places, and commands that use them."""
 
     title: str
     pieces: tuple[tuple[str, str, str], ...]  # (file, place in the file, text)
@@ -73,7 +72,7 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Return the recipes: the sections with a code block."""
+    """Return the recipes, which are the sections with a code block."""
     result: list[Recipe] = []
     tokens = MarkdownIt("commonmark").parse((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     for number, token in enumerate(tokens):
@@ -126,7 +125,7 @@ def environment() -> dict[str, str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all recipes applied."""
     root = tmp_path_factory.mktemp("followed")
-    for folder in ("conf", "runner", "scripts", "tasks", "tests"):  # with compiled modules, but not those of pytest
+    for folder in ("conf", "runner", "scripts", "tasks", "tests"):  # with bytecode, except that of pytest
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("*-pytest-*"))
     shutil.copy(ROOT / "pyproject.toml", root)
     for recipe in RECIPES:
@@ -135,7 +134,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_every_kind_of_extension_has_a_recipe_and_each_is_used() -> None:
+def test_every_kind_of_extension_has_a_recipe() -> None:
     assert [recipe.title.split()[2] for recipe in RECIPES] == [
         "technique", "suite", "hardware", "precision", "strategy", "hook", "task",
     ]  # fmt: skip
@@ -145,7 +144,7 @@ def test_every_kind_of_extension_has_a_recipe_and_each_is_used() -> None:
 
 
 @pytest.mark.slow
-def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
+def test_recipe_files_are_formatted_and_linted(copy: Path) -> None:
     for args in (["format", "--check"], ["check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *args, "--no-cache", "runner", "tasks"],
@@ -155,7 +154,7 @@ def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_of_the_recipes_use_their_files(copy: Path, server: ForkServer) -> None:
+def test_recipe_commands_use_recipe_files(copy: Path, server: ForkServer) -> None:
     lines = [list(args[1:]) for recipe in RECIPES for args in recipe.commands if args[0] == "accel-run"]
     assert len(lines) >= len(RECIPES)
     result = server.run([], copy, before=DRIVER.replace("{lines!r}", repr(lines)))

@@ -43,7 +43,7 @@ def by_hand() -> dict[str, Tensor]:
 
 
 def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any] | None) -> Any:
-    """Return weights and metrics of the example."""
+    """Train the example; return its weights and metrics."""
     weights, directory = train(server, folder, "own_clip", f"{SETTINGS} {args}", faults or (None,))
     return weights, json.loads((directory / "run.json").read_text())["metrics"]
 
@@ -66,10 +66,8 @@ def test_training_matches_a_plain_loop(way: str, server: ForkServer, tmp_path: P
     assert 0 < metrics["val/loss"] < 4.158  # ln 64, the loss of an untrained model
 
 
-def test_the_evaluate_command_is_bitwise_equal_to_the_evaluation_during_training(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """The loss is computed over global batches, and their size does not divide the number of samples."""
+def test_the_evaluate_command_equals_evaluation_in_training(server: ForkServer, tmp_path: Path) -> None:
+    """The loss is computed over global batches, whose size does not divide the number of samples."""
     settings = f"{SETTINGS} updates=4 evaluate.every=4 evaluate.samples=200 micro_batch_size=16"
     _, directory = train(server, tmp_path, "own_clip", settings, (None,))
     inside = json.loads((directory / "run.json").read_text())["metrics"]["val/loss"]
@@ -93,7 +91,7 @@ def test_a_resumed_run_is_bitwise_equal(server: ForkServer, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "args", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
 )
-def test_the_error_for_an_unsupported_strategy_names_the_setting(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_unsupported_strategies_are_rejected(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "own_clip.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
     result = server.run(f"train --task own_clip.py {ON_CPU} {args}", tmp_path)
     assert result.code == 78, result.err

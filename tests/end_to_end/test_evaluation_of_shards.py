@@ -77,9 +77,7 @@ def validation_losses(server: ForkServer, folder: Path, evaluation: str, setting
     "settings",
     ["parallelism.batch_norm=sync averaging=ema averaging.decay=0.8", "parallelism.batch_norm=sync", "averaging=swa"],
 )
-def test_sharded_evaluation_of_averages_and_synchronized_batch_norms_equals_that_of_the_whole_model(
-    settings: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_sharded_and_whole_evaluation_are_equal(settings: str, server: ForkServer, tmp_path: Path) -> None:
     whole = validation_losses(server, tmp_path, "whole", settings)
     assert len(whole) == 2
     assert validation_losses(server, tmp_path, "sharded", settings) == whole

@@ -13,7 +13,8 @@ from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_readers.py")
 TRAIN = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "backend.threads=1"]
-WORKERS = {  # arguments -> workers that read an evaluation of four batches, in training and in `accel-run evaluate`
+# arguments -> number of workers that read an evaluation of four batches, in training and in `accel-run evaluate`
+WORKERS = {
     "dataloader.num_workers=0": (0, 0),
     "dataloader.num_workers=1": (1, 1),
     "dataloader.num_workers=3": (3, 3),
@@ -25,7 +26,7 @@ WORKERS = {  # arguments -> workers that read an evaluation of four batches, in 
 
 
 def readers(folder: Path) -> tuple[set[int], int]:
-    """Return the PIDs of the processes that read validation samples, and of the main process; clear the records."""
+    """Return the PIDs of the processes that read validation samples and of the main process, and clear the records."""
     found = [path for path in folder.glob("val-*") if path.unlink() is None]
     (main,) = {int(path.name.split("-")[2]) for path in found}
     return {int(path.name.split("-")[1]) for path in found}, main
@@ -47,16 +48,16 @@ def inline(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("args", WORKERS)
-def test_evaluations_use_the_configured_workers_with_bitwise_equal_metrics(
+def test_evaluations_use_the_configured_workers(
     args: str, inline: list[dict[str, Any]], server: ForkServer, tmp_path: Path
 ) -> None:
     training, alone = WORKERS[args]
     metrics = trained(server, tmp_path, *args.split())
     assert metrics == inline
-    assert [row["val/left"] for row in metrics] == [0.0, 0.0], "workers exit after their evaluation"
+    assert [row["val/left"] for row in metrics] == [0.0, 0.0], "workers must exit after their evaluation"
     pids, main = readers(tmp_path)
     assert (main in pids) == (training == 0)
-    # Each of the two evaluations starts its own workers; another process may have read the probes at the start.
+    # Each of the two evaluations starts its own workers. Another process may have read samples before training.
     assert len(pids - {main}) - 2 * training in (0, 1)
     record = server.run("evaluate mine checkpoint=last --json", tmp_path)
     assert record.code == 0, record.err
@@ -68,7 +69,7 @@ def test_evaluations_use_the_configured_workers_with_bitwise_equal_metrics(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["fails", "dies"])
-def test_a_worker_that_fails_in_an_evaluation_is_reported(kind: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_failed_evaluation_worker_is_reported(kind: str, server: ForkServer, tmp_path: Path) -> None:
     args = ("dataloader.num_workers=2", f"task.{kind}=17", "evaluate.every=2")
     code = Exit.BAD_DATA if kind == "fails" else Exit.DATA_WORKER
     assert server.run([*TRAIN, *args], tmp_path).code == code

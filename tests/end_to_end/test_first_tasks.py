@@ -1,4 +1,4 @@
-"""Task files written for early versions train unmodified, with the losses that those versions measured.
+"""Task files written for early versions train unmodified, with the same losses as in those versions.
 
 `first_tasks` contains them as they were on 2026-11-24 (f2da3733), before task files could define options, objectives,
 streams or merged metrics; `template.py` is what `accel-run new` wrote on 2026-11-21 (8c2b76b4). `losses.json` contains
@@ -22,13 +22,13 @@ SETTINGS = "updates=2 log_every=1 device=cpu monitor=off dataloader.num_workers=
 PREDICTS = {"template", "draws"}
 
 
-def test_every_early_task_file_has_reference_losses() -> None:
+def test_early_task_files_have_reference_losses() -> None:
     assert {path.stem for path in FIRST_TASKS.glob("*.py")} == MEASURED.keys()
 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", MEASURED)
-def test_losses_of_an_early_task_file_are_unchanged(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_losses_of_early_task_files_are_unchanged(name: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_bytes((FIRST_TASKS / f"{name}.py").read_bytes())
     result = server.run(f"train --task ./mine.py {SETTINGS}", tmp_path)
     assert result.code == 0, result.err

@@ -1,4 +1,4 @@
-"""A LightningModule trains as in a plain loop over its own steps, optimizer and schedule."""
+"""A LightningModule trains as in a plain loop that uses its steps, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_real_lightning_module_trains_identically(server: ForkServer, tmp_path
         ("None", "doubled", "task.collate = tripled", (3, 3)),
     ],
 )
-def test_each_split_has_the_collate_function_of_its_loader(
+def test_splits_use_the_collate_function_of_their_loader(
     train_collate: str, val_collate: str, own: str, means: tuple[int, int], server: ForkServer, tmp_path: Path
 ) -> None:
     text = COLLATED.replace("TRAIN", train_collate).replace("VAL", val_collate).replace("OWN", own or "pass")
@@ -219,7 +219,7 @@ def build():
 @pytest.mark.parametrize("args", [f"{TWO} parallelism.shares=[5,3]", "", "micro_batch_size=4"])
 @pytest.mark.parametrize("call", ["self.others", "self.others.update"])
 def test_logged_metrics_are_computed_over_all_samples(call: str, args: str, server: ForkServer, tmp_path: Path) -> None:
-    """This includes ranks with unequal shares and micro-batches. The mean of a metric over batches differs."""
+    """This includes ranks with unequal shares and micro-batches, where the mean over batches would differ."""
     classification = pytest.importorskip("torchmetrics.classification", reason="torchmetrics is not installed")
     trained(server, tmp_path, f"global_batch_size=8 updates=2 {args}", METRICS.replace("CALL", call))
     generator = torch.Generator().manual_seed(3)

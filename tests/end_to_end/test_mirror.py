@@ -23,7 +23,7 @@ WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", 
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with one folder per machine; the working directory is that of machine a."""
+    """A folder with one folder per machine. The working directory is the folder of machine a."""
     FaultyStorage.reset()
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -56,7 +56,7 @@ def copies(folder: Path) -> list[Path]:
     return sorted(folder.glob("mirror/mine/*/update-*"))
 
 
-def test_an_empty_machine_resumes_from_the_mirror_with_bitwise_equal_results(
+def test_resume_from_the_mirror_is_bitwise_equal(
     machines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = [*WORDS, f"checkpoint.mirror=file://{machines}/mirror"]
@@ -67,7 +67,7 @@ def test_an_empty_machine_resumes_from_the_mirror_with_bitwise_equal_results(
     assert main(["status", "mine"]) == 0
     assert f"file://{machines}/mirror/mine" in capsys.readouterr().out
     for path in copies(machines):
-        if "update-0000000006" in path.name:  # as if the run had been killed before the last update
+        if "update-0000000006" in path.name:  # so that the run seems to have been killed before the last update
             shutil.rmtree(path)
     newest = max(path.name for path in copies(machines))
     (machines / "b").mkdir()
@@ -80,7 +80,7 @@ def test_an_empty_machine_resumes_from_the_mirror_with_bitwise_equal_results(
     assert rows(machines / "b") == rows(machines / "a")
     assert uid(machines / "a") == uid(machines / "b")
     monkeypatch.chdir(machines)
-    assert main([*args, "resume=fresh", "updates=2"]) == 0  # a new run beside the old one
+    assert main([*args, "resume=fresh", "updates=2"]) == 0  # a new run is mirrored beside the old one
     assert len(list(machines.glob("mirror/mine/*/"))) == 2
 
 
@@ -96,12 +96,12 @@ def test_training_continues_while_the_mirror_fails(machines: Path, capsys: pytes
     assert main(args) == 0
     assert tensors(machines / "a", 6)
     FaultyStorage.fault = staticmethod(lambda *_: None)
-    assert main([*args, "checkpoint.mirror_wait_s=60"]) == 0  # training is finished; only the copy is missing
+    assert main([*args, "checkpoint.mirror_wait_s=60"]) == 0  # training has finished; only the copy is missing
     assert any("update-0000000006" in path and path.endswith("MANIFEST.json") for path in FaultyStorage.store)
     assert "mirror" in capsys.readouterr().out
 
 
-def test_a_new_run_does_not_start_if_its_mirror_cannot_be_used(machines: Path) -> None:
+def test_a_new_run_needs_a_usable_mirror(machines: Path) -> None:
     def denied(operation: str, path: str) -> None:
         raise PermissionError("Access Denied")
 
@@ -120,7 +120,7 @@ def storage_threads() -> None:
 
 def _param(scheme: str) -> Any:
     reason = cloud_servers.reason_to_skip(scheme)
-    # A mark skips the test before its fixtures start threads. Ranks cannot be forked once these threads run.
+    # A mark skips the test before its fixtures start threads, after which ranks cannot be forked.
     return pytest.param(scheme, marks=pytest.mark.skipif(bool(reason), reason=reason or "-"))
 
 
@@ -133,7 +133,7 @@ def cloud(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_empty_machine_resumes_from_object_storage_without_writing_credentials(
+def test_resume_from_object_storage_writes_no_credentials(
     cloud: CloudServer, machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = [*WORDS, f"checkpoint.mirror={cloud.url()}"]
@@ -150,7 +150,7 @@ def test_an_empty_machine_resumes_from_object_storage_without_writing_credential
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_missing_bucket_is_reported_before_a_new_run_trains(
+def test_a_missing_bucket_is_reported_before_training(
     cloud: CloudServer, machines: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, f"checkpoint.mirror={cloud.url('nosuchbucket')}"]) in (74, 77)
@@ -160,7 +160,7 @@ def test_a_missing_bucket_is_reported_before_a_new_run_trains(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(bool(cloud_servers.reason_to_skip("abfs")), reason=cloud_servers.reason_to_skip("abfs") or "-")
-def test_a_wrong_azure_key_is_reported_before_a_new_run_trains(
+def test_a_wrong_azure_key_is_reported_before_training(
     storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = cloud_servers.ACCOUNT_KEY[::-1].lstrip("=") + "=="
@@ -175,10 +175,8 @@ def test_a_wrong_azure_key_is_reported_before_a_new_run_trains(
 @pytest.mark.skipif(bool(cloud_servers.reason_to_skip("s3")), reason=cloud_servers.reason_to_skip("s3") or "-")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_is_mirrored_completely_despite_throttled_requests(
-    storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every fourth request is throttled."""
+def test_throttled_requests_are_retried(storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mirror is complete although every fourth request is throttled."""
     count = [0]
 
     def fourth(method: str, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""A StreamingDataset of MosaicML trains on ranks as in one process, and resumes."""
+"""A StreamingDataset of MosaicML gives the same training on several ranks as in one process, also after a resume."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def train(
 
 
 @pytest.mark.slow
-def test_ranks_and_a_resume_after_a_kill_do_not_change_training(server: ForkServer, tmp_path: Path) -> None:
-    """len() of the dataset counts the samples of one rank; a run that relies on it would omit half of the samples."""
+def test_ranks_and_resumes_do_not_change_training(server: ForkServer, tmp_path: Path) -> None:
+    """len() of the dataset counts the samples of one rank. A run that relies on it would omit half of them."""
     whole, loss = train(server, tmp_path / "one", "dataloader.num_workers=0")
     ranks, loss_of_ranks = train(server, tmp_path / "two", f"{TWO} dataloader.num_workers=1")
     one, other = ({name: tensors[name].tolist() for name in whole} for tensors in (whole, ranks))

@@ -29,14 +29,12 @@ class Shown:
 
 
 def with_small_model(block: str) -> str:
-    """Return the block with a smaller model and fewer samples; the rest of the page works with any size."""
+    """Return the block with a smaller model and fewer samples. The rest of the page does not depend on the size."""
     return block.replace('"task=gpt", ', '"task=gpt", "task.size=tiny", "micro_batch_size=4", "evaluate.samples=4", ')
 
 
 @pytest.mark.slow
-def test_the_code_blocks_of_the_page_run_in_order(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_blocks_run_in_order(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     display = ModuleType("IPython.display")
     display.IFrame = Shown  # type: ignore[attr-defined]
@@ -57,7 +55,7 @@ def test_the_code_blocks_of_the_page_run_in_order(
     assert "first" in Path("outputs/first/report.html").read_text(encoding="utf-8")
 
 
-def test_the_launch_file_for_editors_starts_and_resumes_a_run(server: ForkServer, tmp_path: Path) -> None:
+def test_the_launch_file_starts_and_resumes_a_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(["new", "my_task.py"], tmp_path).code == 0
     file = json.loads((DOCS / "examples" / "launch.json").read_text(encoding="utf-8"))
     for configuration in file["configurations"]:

@@ -28,7 +28,7 @@ RATES = {"discriminator": 1e-3, "generator": 5e-4}
 
 @cache
 def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-    """Train with a plain PyTorch loop; return the weights, and the losses by objective."""
+    """Train with a plain PyTorch loop; return the weights and the losses by objective."""
     seed_everything(SEED)
     task = build("own_gan", SEED)
     dataset, model = task.dataset("train"), task.model
@@ -50,7 +50,7 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
 
 
 def trained(server: ForkServer, folder: Path, args: str) -> Any:
-    """Train the example; return weights and rows."""
+    """Train the example; return the weights and the rows of metrics.jsonl."""
     weights, directory = train(server, folder, "own_gan", f"{SETTINGS} {args}")
     return weights, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -117,16 +117,14 @@ def test_a_resumed_run_is_bitwise_equal(way: str, cut_at: int, server: ForkServe
         ("", '"optimizer.lr": 5e-4', '"optimizer.rate": 5e-4'),
     ],
 )
-def test_configurations_that_cannot_be_trained_are_rejected(
-    args: str, old: str, new: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_invalid_objectives_are_rejected(args: str, old: str, new: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
     result = server.run(f"train --task own_gan.py {ON_CPU} {args}", tmp_path)
     assert result.code == 78, result.err
 
 
-def test_an_objective_whose_loss_ignores_its_parameters_is_rejected(server: ForkServer, tmp_path: Path) -> None:
-    """The parameters of other objectives have no gradients in a step of this objective."""
+def test_a_loss_that_ignores_its_parameters_is_rejected(server: ForkServer, tmp_path: Path) -> None:
+    """In the step of an objective, parameters of other objectives have no gradients."""
     ignored = EXAMPLE.read_text(encoding="utf-8").replace("-model.discriminator(fake)", "-model.discriminator(real)", 1)
     (tmp_path / "own_gan.py").write_text(ignored)
     result = server.run(f"train --task own_gan.py {ON_CPU}", tmp_path)
@@ -135,7 +133,7 @@ def test_an_objective_whose_loss_ignores_its_parameters_is_rejected(server: Fork
     assert "objective generator" in result.err
 
 
-def test_an_objective_can_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
+def test_objectives_can_use_custom_optimizers(server: ForkServer, tmp_path: Path) -> None:
     own = """
 def slow(parameters, *, lr: float = 0.1):
     \"\"\"SGD, a tenth as fast.
@@ -162,7 +160,7 @@ OPTIMIZERS = {"slow": slow}
     [("OBJECTIVES = gan_of_base.ALL", "gan_of_base.Ring"), ("OBJECTIVES = gan_of_base.ALL", "Mine"), ("", "Mine")],
     ids=["table in the task file", "table beside a subclass", "table beside the base class"],
 )
-def test_objectives_are_found_if_the_task_class_is_in_another_file(
+def test_objectives_of_an_imported_task_class_are_found(
     table: str, class_name: str, server: ForkServer, tmp_path: Path
 ) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
@@ -178,7 +176,7 @@ def test_objectives_are_found_if_the_task_class_is_in_another_file(
     assert {"train/discriminator/loss", "train/generator/loss"} <= row.keys()
 
 
-def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServer, tmp_path: Path) -> None:
+def test_all_losses_are_evaluated_by_default(server: ForkServer, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     (tmp_path / "own_gan.py").write_text(text[: text.index("    def evaluate")])
     result = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
@@ -187,7 +185,7 @@ def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServe
     assert {f"val/{name}/loss" for name in RATES} <= metrics.keys()
 
 
-def test_parameters_that_no_objective_trains_are_listed(server: ForkServer, tmp_path: Path) -> None:
+def test_untrained_parameters_are_listed(server: ForkServer, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     generator = text[text.index('    "generator": {') :].partition("\n")[0]
     (tmp_path / "own_gan.py").write_text(text.replace(f"{generator}\n", ""))
@@ -198,7 +196,7 @@ def test_parameters_that_no_objective_trains_are_listed(server: ForkServer, tmp_
     assert f"{count:,}" in line
 
 
-def test_the_start_report_names_the_optimizers_that_train(server: ForkServer, tmp_path: Path) -> None:
+def test_the_start_report_names_the_optimizers(server: ForkServer, tmp_path: Path) -> None:
     args = f"train --task {EXAMPLE} {ON_CPU} updates=1 global_batch_size=64"
     result = server.run(args, tmp_path)
     assert result.code == 0, result.err

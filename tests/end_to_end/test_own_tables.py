@@ -1,4 +1,4 @@
-"""Data loaders, precisions, optimizers, gradient sums and techniques of a task file train as they should."""
+"""Data loaders, precisions, optimizers, gradient sums and techniques of a task file train correctly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(server: ForkServer, folder: Path, args: str) -> dict[str, Tensor]:
 
 
 def error_message(server: ForkServer, folder: Path, args: str) -> str:
-    """Return the single error message of a run that ends with an error of the task."""
+    """Return the single error message of a run that ends with a task error."""
     result = run(server, folder, args)
     assert result.code == Exit.SOFTWARE
     assert result.err.count("accel-run:") == 1
@@ -60,9 +60,7 @@ def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("loader", ["plain", "workers", "threads"])
 @pytest.mark.parametrize("ranks", ["", f"parallelism=ddp {TWO}"], ids=["one", "two"])
-def test_a_custom_loader_trains_bitwise_like_the_shipped_one(
-    server: ForkServer, tmp_path: Path, loader: str, ranks: str
-) -> None:
+def test_custom_loaders_train_bitwise_equally(server: ForkServer, tmp_path: Path, loader: str, ranks: str) -> None:
     """Training includes dropout, an incomplete update per epoch, evaluations, and a resume after a kill."""
     draws = f"task.dropout=0.5 task.draws={'false' if loader == 'threads' else 'true'}"
     wanted = trained(server, tmp_path / "shipped", f"{ranks} {draws} dataloader.num_workers=0")
@@ -80,9 +78,7 @@ def test_drop_last_works_with_every_loader(server: ForkServer, tmp_path: Path) -
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("loader", ["swapped", "short", "bare", "in_threads", "fails", "nothing"])
-def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
-    server: ForkServer, tmp_path: Path, loader: str
-) -> None:
+def test_incorrect_loaders_end_the_run(server: ForkServer, tmp_path: Path, loader: str) -> None:
     message = error_message(server, tmp_path / "run", f"dataloader={loader}")
     assert loader in message or "thread" in message
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
@@ -90,9 +86,7 @@ def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16"), ("returned", "fp32")])
-def test_a_custom_precision_that_changes_nothing_trains_bitwise_like_the_one_it_extends(
-    server: ForkServer, tmp_path: Path, custom: str, base: str
-) -> None:
+def test_a_trivial_extension_trains_bitwise_equally(server: ForkServer, tmp_path: Path, custom: str, base: str) -> None:
     key = "precision.init_scale=1024" if base == "fp16" else ""
     one, other = (
         trained(server, tmp_path / name, f"precision={name} {key} dataloader.num_workers=0") for name in (custom, base)
@@ -100,7 +94,7 @@ def test_a_custom_precision_that_changes_nothing_trains_bitwise_like_the_one_it_
     assert are_equal(one, other)
 
 
-def test_a_custom_precision_changes_the_model_and_resumes_exactly(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_precision_resumes_exactly(server: ForkServer, tmp_path: Path) -> None:
     args = "precision=rounded precision.bits=4 dataloader.num_workers=0"
     whole = trained(server, tmp_path / "whole", args)
     assert [name for name in whole if "parametrizations" in name]
@@ -110,7 +104,7 @@ def test_a_custom_precision_changes_the_model_and_resumes_exactly(server: ForkSe
     assert result.code == Exit.INCOMPATIBLE_RESUME
 
 
-def test_each_forward_pass_runs_in_the_context_of_a_custom_precision(server: ForkServer, tmp_path: Path) -> None:
+def test_forward_passes_run_in_the_precision_context(server: ForkServer, tmp_path: Path) -> None:
     one, other = (
         trained(server, tmp_path / name, f"precision={name} dataloader.num_workers=0") for name in ("noted", "same32")
     )
@@ -122,8 +116,8 @@ def test_each_forward_pass_runs_in_the_context_of_a_custom_precision(server: For
     assert losses[0] != losses[1]
 
 
-def test_weights_of_another_precision_can_be_loaded_with_renamed_parameters(server: ForkServer, tmp_path: Path) -> None:
-    """The function of a precision changes the names before weights are loaded."""
+def test_weights_of_another_precision_can_be_renamed(server: ForkServer, tmp_path: Path) -> None:
+    """The function of a precision changes parameter names before weights are loaded."""
     plain = trained(server, tmp_path / "run", "precision=fp32 updates=1 dataloader.num_workers=0")
     args = "run=other weights=mine precision=rounded precision.bits=20 updates=1 optimizer.lr=1e-30"
     error_message = run(server, tmp_path / "run", args)
@@ -142,24 +136,20 @@ def test_weights_of_another_precision_can_be_loaded_with_renamed_parameters(serv
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", ["wrong", "no_context", "unstored", "another", "takes_batch"])
-def test_an_invalid_custom_precision_ends_the_run_before_training(
-    server: ForkServer, tmp_path: Path, name: str
-) -> None:
+def test_invalid_custom_precisions_are_rejected(server: ForkServer, tmp_path: Path, name: str) -> None:
     message = error_message(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
     assert TASK.name in message
     assert "Traceback" not in message
 
 
-def test_a_custom_precision_with_a_context_cannot_be_combined_with_recomputation(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """Recomputation in the backward pass would not enter the context, and the gradients would be wrong."""
+def test_recomputation_rejects_precisions_with_a_context(server: ForkServer, tmp_path: Path) -> None:
+    """The recomputation in the backward pass would not enter the context, so gradients would be wrong."""
     result = run(server, tmp_path / "run", "precision=noted memory=checkpoint")
     assert result.code == Exit.CONFIG
     assert "memory=none" in result.err
 
 
-def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> None:
+def test_replaced_modules_are_recomputed() -> None:
     configuration = compose(Request(("device=cpu", "precision=replaced", "memory=checkpoint"), TASK))
     plan = make_plan(configuration, Inventory((), Cpu("a processor", 2, 4, 8 << 30)))
     with ExitStack() as stack:
@@ -171,9 +161,7 @@ def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> No
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", ["", f"parallelism=ddp {TWO}"], ids=["one", "two"])
-def test_a_resumed_run_has_the_optimizer_state_that_belongs_to_no_parameter(
-    server: ForkServer, tmp_path: Path, args: str
-) -> None:
+def test_optimizer_state_without_parameter_is_restored(server: ForkServer, tmp_path: Path, args: str) -> None:
     args = f"{args} dataloader.num_workers=0 optimizer=shared_state"
     wanted = trained(server, tmp_path / "uninterrupted", args)
     killed = run(server, tmp_path / "resumed", args, {"at": "update", "number": 6, "by": "SIGKILL", "wait": 4})
@@ -181,7 +169,7 @@ def test_a_resumed_run_has_the_optimizer_state_that_belongs_to_no_parameter(
     assert are_equal(trained(server, tmp_path / "resumed", args), wanted)
 
 
-def test_a_custom_exact_all_reduce_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
+def test_an_exact_custom_all_reduce_equals_ddp(server: ForkServer, tmp_path: Path) -> None:
     wanted = trained(server, tmp_path / "ddp", f"parallelism=ddp {TWO} dataloader.num_workers=0")
     args = f"parallelism=exact {TWO} dataloader.num_workers=0"
     killed = run(server, tmp_path / "exact", args, {"at": "update", "number": 6, "by": "SIGKILL"})
@@ -197,14 +185,12 @@ def test_a_compressed_all_reduce_is_close_to_the_exact_one(server: ForkServer, t
     assert not are_equal(one, other)
     for name in one:
         change = (other[name] - start[name]).abs().max()
-        # each of 7 sums is rounded to 8 bits after each of 2 terms
+        # each of 7 sums is rounded to 8 bits after each of its 2 terms
         assert (one[name] - other[name]).abs().max() <= 4 * 7 * torch.finfo(torch.bfloat16).eps * change
 
 
 @pytest.mark.parametrize("name", ["mean", "unequal"])
-def test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update(
-    server: ForkServer, tmp_path: Path, name: str
-) -> None:
+def test_incorrect_custom_all_reduces_end_the_run(server: ForkServer, tmp_path: Path, name: str) -> None:
     result = run(server, tmp_path / "run", f"parallelism={name} {TWO} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE
     assert result.err.count("PARALLELISMS") == 1
@@ -259,14 +245,14 @@ def test_ranks_with_a_custom_all_reduce_divide_predictions(server: ForkServer, t
     assert files == ["0-of-2.txt", "1-of-2.txt"]
 
 
-def test_a_custom_all_reduce_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_all_reduce_must_not_return_a_result(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path / "run", f"parallelism=returns {TWO} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE
     assert result.err.count("parallelism=returns") == result.err.count("wait()") == 1
     assert TASK.name in result.err
 
 
-def test_plan_explain_completion_and_help_know_custom_options(
+def test_commands_know_custom_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -294,7 +280,7 @@ def test_plan_explain_completion_and_help_know_custom_options(
 
 
 @pytest.mark.slow
-def test_a_technique_of_the_task_file_is_measured(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_technique_is_measured(server: ForkServer, tmp_path: Path) -> None:
     args = f"benchmark small --task {TASK} device=cpu monitor=off steps=2 rounds=1 budget_s=60"
     result = server.run(args, tmp_path, {})
     assert result.code == 0, result.err

@@ -34,7 +34,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "outputs" / "mine" / "run.json").read_text()))
 
 
-def test_every_example_task_is_tested_and_listed() -> None:
+def test_every_example_is_tested_and_listed() -> None:
     assert {path.name for path in (DOCS / "examples").glob("own_*.py")} == set(EXAMPLES)
     page = (DOCS / "own-task.md").read_text(encoding="utf-8")
     assert all(f"(examples/{name})" in page for name in EXAMPLES)
@@ -43,7 +43,7 @@ def test_every_example_task_is_tested_and_listed() -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_examples_run_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
     needs = [
         package for package in {EXAMPLES[name], "torchvision" if "timm" in name else "torch"} if not find_spec(package)
     ]
@@ -64,7 +64,7 @@ def changed(folder: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_mean_loss_accumulates_exactly_over_micro_batches(server: ForkServer, tmp_path: Path) -> None:
+def test_mean_losses_accumulate_exactly(server: ForkServer, tmp_path: Path) -> None:
     losses = []
     for number, micro in enumerate(("32", "8")):
         folder = tmp_path / str(number)
@@ -89,7 +89,7 @@ def test_a_mean_loss_accumulates_exactly_over_micro_batches(server: ForkServer, 
         ("lr=0.01", "lr=0.01 * self.trainer.unknown", "unknown"),
     ],
 )  # fmt: skip
-def test_a_module_that_needs_features_of_a_trainer_is_rejected(
+def test_modules_that_need_a_trainer_are_rejected(
     old: str, new: str, messages: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = server.run(["train", "--task", str(changed(tmp_path, old, new)), *ON_CPU], tmp_path)
@@ -97,7 +97,7 @@ def test_a_module_that_needs_features_of_a_trainer_is_rejected(
     assert messages in result.err
 
 
-def test_five_commands_create_plan_train_resume_on_two_ranks_and_predict(server: ForkServer, tmp_path: Path) -> None:
+def test_create_plan_train_resume_and_predict(server: ForkServer, tmp_path: Path) -> None:
     own = ["--task", "./my_task.py", *ON_CPU]
     commands = [
         ["new", "my_task.py"],
@@ -118,8 +118,8 @@ def test_five_commands_create_plan_train_resume_on_two_ranks_and_predict(server:
     )
 
 
-def test_a_task_file_is_compiled_each_time_it_is_loaded(tmp_path: Path) -> None:
-    """Bytecode is cached by modification time in seconds and file size, so an edit that changes neither is missed."""
+def test_task_files_are_always_recompiled(tmp_path: Path) -> None:
+    """Cached bytecode is identified by modification time in seconds and file size, which an edit need not change."""
     file = tmp_path / "compiled_twice.py"
     for value in (1, 2):
         file.write_text(f"VALUE = {value}\n")
@@ -151,9 +151,7 @@ def build():
 """
 
 
-def test_a_dataset_that_divides_itself_by_torchrun_variables_stays_complete_on_ranks(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_self_dividing_datasets_stay_complete(server: ForkServer, tmp_path: Path) -> None:
     task = tmp_path / "divided.py"
     task.write_text(DIVIDED)
     ranks = ["parallelism=ddp", "parallelism.world_size=2", "global_batch_size=8", "updates=2"]

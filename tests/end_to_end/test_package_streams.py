@@ -1,4 +1,4 @@
-"""A streaming dataset of Hugging Face trains on ranks as in one process, and resumes after a kill."""
+"""A streaming dataset of Hugging Face gives the same training on several ranks as in one process, also after a kill."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Numbers(Task):
 
         reached("update", progress.update + 1)
 """
-SIZES = (17, 23, 5, 16, 10)  # of the files; the updates take more samples than they have
+SIZES = (17, 23, 5, 16, 10)  # samples per file; the updates need more samples than all files have
 RANKS = "parallelism=ddp parallelism.world_size=2 parallelism.shares=[5,3] micro_batch_size=2 dataloader.num_workers=1"
 KILLED = {"at": "update", "number": 10, "by": "SIGKILL"}
 
@@ -89,10 +89,8 @@ def resumed_at(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer", [0, 6], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("shards", [5, 2])
-def test_ranks_and_a_resume_after_a_kill_do_not_change_training(
-    buffer: int, shards: int, server: ForkServer, tmp_path: Path
-) -> None:
-    """A shuffled stream is read again, because its state lacks the buffer. Two shards have two and three files."""
+def test_ranks_and_resumes_do_not_change_training(buffer: int, shards: int, server: ForkServer, tmp_path: Path) -> None:
+    """A shuffled stream is read again, because its state lacks the shuffle buffer. Shards have 2 and 3 files."""
     args = f"task.buffer={buffer} data.shards={shards}"
     whole = train(server, tmp_path / "whole", args)
     ranks = train(server, tmp_path / "ranks", f"{args} {RANKS}")

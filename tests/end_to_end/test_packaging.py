@@ -50,7 +50,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
+def test_the_wheel_is_complete(wheel: Path) -> None:
     expected = {
         *(f"runner/{path}" for path in files("conf", "*.yaml")),
         *(f"runner/{path}" for path in files("tasks", "*.py")),
@@ -89,7 +89,7 @@ def test_the_wheel_metadata_match_the_project(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_contains_everything_that_the_checks_need(built: Path) -> None:
+def test_the_sdist_contains_the_files_of_the_checks(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
@@ -107,7 +107,7 @@ def test_the_sdist_contains_everything_that_the_checks_need(built: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_package_is_imported_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     code = "import runner, sys; print(runner.__file__, *runner.__path__, *sys.path, sep='\\n')"
     where, package, *search_path = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(installed)
@@ -118,12 +118,12 @@ def test_the_package_is_imported_from_the_installed_wheel(installed: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("argv", [["--help"], ["plan"], ["explain", "precision", "+hardware=t4"]])
-def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: Path, argv: list[str]) -> None:
+def test_the_console_script_runs(installed: Path, tmp_path: Path, argv: list[str]) -> None:
     assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()
 
 
 @pytest.mark.slow
-def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: Path, tmp_path: Path) -> None:
+def test_installed_versions_agree(installed: Path, tmp_path: Path) -> None:
     code = "from importlib.metadata import version; print(version('accel-run'))"
     messages = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
     assert run(installed / "bin" / "accel-run", "--version", cwd=tmp_path) == f"accel-run {messages}\n"
@@ -131,12 +131,12 @@ def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: 
 
 
 @pytest.mark.slow
-def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+def test_the_module_runs(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "bin" / "python", "-m", "runner", "--help", cwd=tmp_path).strip()
 
 
 @pytest.mark.slow
-def test_a_first_run_shows_no_warning_or_advertisement_of_a_library(installed: Path, tmp_path: Path) -> None:
+def test_a_first_run_prints_no_library_warnings(installed: Path, tmp_path: Path) -> None:
     args = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
     log = tmp_path / "log"
     run("sh", "-c", f"{installed / 'bin' / 'accel-run'} {args} 2> {log}", cwd=tmp_path)
@@ -144,13 +144,13 @@ def test_a_first_run_shows_no_warning_or_advertisement_of_a_library(installed: P
 
 
 def files(folder: str, pattern: str) -> set[str]:
-    """Return the files of the checkout below `folder`, as paths relative to the checkout."""
+    """Return the paths of files below `folder`, relative to the checkout."""
     result = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
     return {path.as_posix() for path in result if "__pycache__" not in path.parts}
 
 
 def run(*argv: str | Path, cwd: Path) -> str:
-    """Return the output of a command; if it fails, fail with its output."""
+    """Return the output of a command. If the command fails, fail with its output."""
     # Variables such as PYTHONPATH could make the checkout importable.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -1,4 +1,4 @@
-"""Runs with two phases: rows, evaluations, schedules, refused attempts, kept checkpoints."""
+"""Runs with two phases: rows, evaluations, schedules, rejected attempts, kept checkpoints."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [10, 7, 20])
-def test_no_row_is_lost_whether_or_not_a_save_is_due_at_the_last_update(
-    every: int, server: ForkServer, tmp_path: Path
-) -> None:
+def test_no_row_is_lost_at_the_last_update(every: int, server: ForkServer, tmp_path: Path) -> None:
     args = [*BASE, f"checkpoint.every={every}"]
     assert server.run(args, tmp_path).code == 0
     before = rows(tmp_path)
@@ -42,7 +40,7 @@ def test_no_row_is_lost_whether_or_not_a_save_is_due_at_the_last_update(
     assert rows(tmp_path) == before
 
 
-def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: ForkServer, tmp_path: Path) -> None:
+def test_skipped_updates_do_not_advance_the_next_schedule(server: ForkServer, tmp_path: Path) -> None:
     args = [*BASE, "precision=fp16", "precision.init_scale=1e8", "scheduler.warmup=10", "log_every=1"]
     done = server.run(args, tmp_path)
     assert done.code == 0, done.err
@@ -57,10 +55,10 @@ def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: Fo
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
     assert server.run([*args, "run=stopped"], tmp_path, env).code == 75
     assert server.run([*args, "run=stopped"], tmp_path).code == 0
-    assert rows(tmp_path, "stopped") == before, "a resumed second phase has the same rows"
+    assert rows(tmp_path, "stopped") == before, "a resumed second phase must have the same rows"
 
 
-def test_changing_the_precision_on_resume_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
+def test_a_changed_precision_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
     half = ["precision=fp16", "precision.init_scale=1e8"]
     args = [*BASE, "log_every=1", "scheduler=linear", "updates=12"]
     fault = {"at": "update", "number": 5, "phase": "two", "by": "SIGTERM"}
@@ -77,10 +75,10 @@ def test_changing_the_precision_on_resume_does_not_advance_the_schedule(server: 
     assert rates == expected
 
 
-def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
+def test_skipping_every_update_is_an_error(server: ForkServer, tmp_path: Path) -> None:
     result = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
     assert result.code == 82
-    assert "nothing was learned" in result.err
+    assert "the model was not trained" in result.err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer
     ],
     ids=lambda wrong: wrong[0],
 )
-def test_invalid_options_of_a_later_phase_are_reported_before_the_first_phase(
+def test_invalid_options_of_later_phases_are_reported_first(
     wrong: list[str], server: ForkServer, tmp_path: Path
 ) -> None:
     first, *others = wrong
@@ -121,7 +119,7 @@ def build():
     [('{"optimizer.lr_scales": {"0": 0.1}}', FROZEN, 78), ('{"kind": "fit"}', "", 70)],
     ids=["frozen", "no fit"],
 )
-def test_a_later_phase_that_does_not_fit_the_task_is_reported_before_the_first_phase(
+def test_invalid_later_phases_are_reported_first(
     options: str, more: str, code: int, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.read_text().replace('"two": {}', f'"two": {options}') + more)
@@ -160,7 +158,7 @@ OBJECTIVES = 'OBJECTIVES = {"all": {"trains": ["0"], "optimizer": "adam", "optim
 
 
 @pytest.mark.parametrize(("more", "scales"), [("", ["phase.two.optimizer.lr_scales={3: 2}"]), (OBJECTIVES, [])])
-def test_options_of_a_later_phase_can_refer_to_parameters_that_begin_phase_adds_or_unfreezes(
+def test_options_can_name_parameters_added_by_begin_phase(
     more: str, scales: list[str], server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.read_text() + CHANGED + more)
@@ -187,7 +185,7 @@ def build():
 
 
 @pytest.mark.parametrize("change", ["self.model[0].requires_grad_(True)", "self.model.append(nn.Linear(2, 2))"])
-def test_what_begin_phase_changes_lasts_after_a_resume(change: str, server: ForkServer, tmp_path: Path) -> None:
+def test_changes_of_begin_phase_survive_a_resume(change: str, server: ForkServer, tmp_path: Path) -> None:
     phases = TASK.read_text().replace('"two": {}', '"two": {}, "three": {}')
     (tmp_path / "task.py").write_text(phases + LASTING.format(change))
     base = ["--task", "task.py", "device=cpu", "monitor=off", "updates=2", "optimizer=sgd", "optimizer.momentum=0"]
@@ -206,7 +204,7 @@ def test_what_begin_phase_changes_lasts_after_a_resume(change: str, server: Fork
     assert json.loads(evaluated.out)["metrics"]["val/loss"] == rows(tmp_path, "straight")[-1]["val/loss"]
 
 
-def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
+def test_phases_can_run_separately(server: ForkServer, tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     together.mkdir()
     apart.mkdir()
@@ -229,7 +227,7 @@ def test_open_phase_runs_the_updates_of_a_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rejected_attempt_only_adds_an_error_record_to_the_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rejected_attempt_adds_only_an_error_record(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
@@ -239,7 +237,7 @@ def test_a_rejected_attempt_only_adds_an_error_record_to_the_run(server: ForkSer
     assert json.loads((run / "error.json").read_text())["exit_code"] == 88
 
 
-STALE = '{"update": 999, "phase": "one"}\n'  # a row that no checkpoint counts
+STALE = '{"update": 999, "phase": "one"}\n'  # a row after the last checkpoint
 
 
 def test_rejected_phases_change_neither_rows_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
@@ -251,17 +249,17 @@ def test_rejected_phases_change_neither_rows_nor_checkpoints(server: ForkServer,
     with metrics.open("a") as file:
         file.write(STALE)
 
-    def refused(*args: str) -> None:
+    def assert_rejected(*args: str) -> None:
         before = metrics.read_bytes(), sorted(checkpoints.rglob("*"))
         assert server.run([*base, *args], tmp_path).code in (66, 88)
         assert (metrics.read_bytes(), sorted(checkpoints.rglob("*"))) == before
 
-    refused("phases=[two]", "resume=fresh")
-    refused("phases=[one]")
+    assert_rejected("phases=[two]", "resume=fresh")
+    assert_rejected("phases=[one]")
     shutil.rmtree(checkpoints)
-    refused("phases=[two]")
+    assert_rejected("phases=[two]")
     assert server.run(base, tmp_path).code == 0
-    assert rows(tmp_path) == expected, "stale rows, which no checkpoint counts, are removed"
+    assert rows(tmp_path) == expected, "rows after the last checkpoint are removed"
 
 
 @pytest.mark.slow
@@ -283,7 +281,7 @@ def test_a_run_can_start_from_another_run(server: ForkServer, tmp_path: Path) ->
     metrics.write_text(STALE)
     unfinished = "resume=outputs/mine/checkpoints/update-0000000010"
     assert server.run([*other, unfinished, "phases=[two]"], tmp_path).code == 88
-    assert metrics.read_text() == STALE, "a rejected attempt removes no rows"
+    assert metrics.read_text() == STALE, "a rejected attempt must not remove rows"
     done = server.run([*other, "resume=mine"], tmp_path)
     assert done.code == 0, done.err
     checkpoint = newest_valid(tmp_path / "outputs" / "other" / "checkpoints")
@@ -295,8 +293,8 @@ def test_a_run_can_start_from_another_run(server: ForkServer, tmp_path: Path) ->
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
 
 
-def test_a_run_that_repeats_the_phases_of_another_run_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
-    """Both phases are finished in the run that they start from."""
+def test_a_run_that_repeats_finished_phases_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
+    """The run starts from another run in which both phases are finished."""
     base = [*BASE, "updates=5"]
     assert server.run(base, tmp_path).code == 0
     again = [*base, "resume=mine", "phases=[one,two]"]
@@ -309,9 +307,7 @@ def test_a_run_that_repeats_the_phases_of_another_run_can_be_resumed(server: For
     assert rows(tmp_path, "stopped") == rows(tmp_path, "straight")
 
 
-def test_evaluating_a_checkpoint_of_a_phase_that_no_longer_exists_is_an_error(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_evaluating_a_removed_phase_is_an_error(server: ForkServer, tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(TASK.read_text())
     base = ["--task", "task.py", "run=mine", "device=cpu"]
@@ -320,20 +316,20 @@ def test_evaluating_a_checkpoint_of_a_phase_that_no_longer_exists_is_an_error(
     assert server.run(["evaluate", *base], tmp_path).code == 88
 
 
-def test_a_task_without_a_loss_metric_trains_and_its_metric_is_suggested(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_is_suggested_if_there_is_no_loss(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.metric=accuracy"], tmp_path)
     assert done.code == 0, done.err
-    assert "checkpoint.best=val/accuracy" in done.out + done.err, "the metric that is suggested instead"
+    assert "checkpoint.best=val/accuracy" in done.out + done.err, "the suggested metric"
     assert evaluations(tmp_path, "two") == [7, 14, 20]
 
 
-def test_a_task_without_validation_data_trains_without_evaluations(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_validation_data_trains(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.val=false"], tmp_path)
     assert done.code == 0, done.err
     assert evaluations(tmp_path, "two") == []
 
 
-def test_a_global_batch_larger_than_the_dataset_is_reported(server: ForkServer, tmp_path: Path) -> None:
+def test_too_large_global_batches_are_reported(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "global_batch_size=1000"], tmp_path)
     assert done.code == 0, done.err
     assert "1000" in done.out + done.err
@@ -341,7 +337,7 @@ def test_a_global_batch_larger_than_the_dataset_is_reported(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_best_checkpoints_are_kept_regardless_of_age(server: ForkServer, tmp_path: Path) -> None:
+def test_old_best_checkpoints_are_kept(server: ForkServer, tmp_path: Path) -> None:
     args = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
     done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *args], tmp_path)
     assert done.code == 0, done.err

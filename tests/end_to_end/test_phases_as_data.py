@@ -17,7 +17,7 @@ from tests.rounding import allowed
 
 TASK = Path(__file__).with_name("task_of_phases.py")
 BASE = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
-# Total updates at the end of each phase: 33 samples in batches of 10 are 4; then 12, 9, and 8 until early stopping.
+# Total updates at the end of each phase. 33 samples are 4 batches of 10; then 12, 9, and 8 until early stopping.
 STATISTICS, PRETRAIN, ADAPTER, PATIENT = 4, 16, 25, 33
 
 
@@ -65,7 +65,7 @@ def test_statistics_count_every_sample_exactly_once(whole: tuple[Path, Completed
     assert not any("train/loss" in row or "lr" in row for row in rows(whole[0]) if row["phase"] == "statistics")
 
 
-def test_a_phase_changes_only_the_parameters_that_it_trains(whole: tuple[Path, CompletedCommand]) -> None:
+def test_a_phase_changes_only_its_parameters(whole: tuple[Path, CompletedCommand]) -> None:
     folder, result = whole
     after = {number: weights(folder, number) for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)}
     changed = {
@@ -86,7 +86,7 @@ def test_each_phase_uses_its_own_optimizer_and_schedule(whole: tuple[Path, Compl
              ("pretrain", "adapter", "patient")}  # fmt: skip
     assert len(rates["pretrain"]) == 12
     assert rates["pretrain"][0] == pytest.approx(0.1)
-    assert rates["pretrain"][-1] == pytest.approx(0.01, rel=0.5)  # cosine decay to a tenth
+    assert rates["pretrain"][-1] == pytest.approx(0.01, rel=0.5)  # cosine decay to a tenth of the learning rate
     assert rates["adapter"][0] == pytest.approx(0.002)
     assert rates["adapter"][-1] == pytest.approx(0.002 / 8)  # one warm-up update, then linear decay to zero
     assert max(rates["patient"]) == pytest.approx(1e-12)
@@ -126,13 +126,13 @@ def test_every_evaluation_draws_the_same_random_numbers(whole: tuple[Path, Compl
     assert len(noise) == 1
 
 
-def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, CompletedCommand]) -> None:
+def test_final_checkpoints_of_phases_are_kept(whole: tuple[Path, CompletedCommand]) -> None:
     names = {path.name for path in (whole[0] / "outputs" / "mine" / "checkpoints").glob("update-*")}
     assert {f"update-{number:010d}" for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)} <= names
 
 
 @pytest.mark.sampled(1)
-# The batch at which the process is killed, and the checkpoint that must exist before that.
+# The batch at which the process is killed, and the update of a checkpoint that must exist before.
 @pytest.mark.parametrize(
     ("stop_at", "wait_for"),
     [
@@ -144,7 +144,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, CompletedC
         ("patient:9", 28),
     ],
 )
-def test_a_run_killed_in_any_phase_resumes_with_bitwise_equal_results(
+def test_resume_after_a_kill_in_any_phase(
     stop_at: str, wait_for: int, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
@@ -161,7 +161,7 @@ def test_a_run_killed_in_any_phase_resumes_with_bitwise_equal_results(
 
 
 @pytest.mark.slow
-def test_phases_run_one_by_one_equal_all_phases_in_one_run(
+def test_running_each_phase_separately_gives_the_same_result(
     whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     for phase in ("statistics", "pretrain", "adapter", "patient"):
@@ -190,7 +190,8 @@ def test_settings_of_a_finished_phase_can_change(server: ForkServer, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_phase_runs_only_after_its_prerequisite_in_this_or_another_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_phase_needs_its_prerequisite(server: ForkServer, tmp_path: Path) -> None:
+    """Either this run or the run from which it starts must have finished the prerequisite."""
     result = train(server, tmp_path, "phases=[adapter]")
     assert result.code == 66
     assert "phases=[pretrain,adapter]" in result.err
@@ -313,7 +314,7 @@ STOPS = ["pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
-def test_a_run_stopped_in_any_phase_resumes_with_bitwise_equal_results(
+def test_resume_after_a_stop_in_any_phase(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     stop_and_resume(stop_at, whole[0], server, tmp_path)
@@ -324,7 +325,7 @@ def test_a_run_stopped_in_any_phase_resumes_with_bitwise_equal_results(
 def test_statistics_of_a_stopped_run_are_stored_once(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
-    """The run is stopped while statistics are computed, or after they have been stored in the model."""
+    """The run is stopped while statistics are computed or after they are stored in the model."""
     stop_and_resume(stop_at, whole[0], server, tmp_path)
 
 
@@ -341,7 +342,7 @@ def stop_and_resume(stop_at: str, whole: Path, server: ForkServer, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tmp_path: Path) -> None:
+def test_an_extended_phase_is_unfinished(server: ForkServer, tmp_path: Path) -> None:
     args = ["phases=[pretrain]", "task.stop_at=pretrain:5", "task.by=SIGTERM"]
     assert train(server, tmp_path, *args, "updates=3", env={"NO_KILL": "1"}).code == 0
     assert finished(tmp_path) == {"pretrain": True}
@@ -353,7 +354,7 @@ def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tm
     assert finished(tmp_path) == {"pretrain": True}
 
 
-def test_a_rejected_attempt_changes_neither_records_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rejected_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain,adapter]", "updates=3").code == 0
     run = tmp_path / "outputs" / "mine"
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
@@ -386,9 +387,7 @@ def test_a_phase_that_stops_early_is_finished(server: ForkServer, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_unfinished_phases_can_run_in_any_order_that_their_prerequisites_allow(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_phases_can_run_in_any_permitted_order(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
     result = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
     assert result.code == 0, result.err
@@ -396,21 +395,19 @@ def test_unfinished_phases_can_run_in_any_order_that_their_prerequisites_allow(
 
 
 @pytest.mark.slow
-def test_another_run_can_start_from_the_best_checkpoint_or_the_end_of_a_finished_phase(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_run_can_start_from_a_finished_phase(server: ForkServer, tmp_path: Path) -> None:
     args = ["phases=[pretrain]", "optimizer.lr=10", "evaluate.every=1"]
     assert train(server, tmp_path, *args).code == 0
     losses = [row["val/loss"] for row in rows(tmp_path) if "val/loss" in row]
     best = 1 + losses.index(min(losses))
-    assert best < 12, "a rate of 10 must not improve until the end, else the test proves nothing"
+    assert best < 12, "the best checkpoint must not be the last one"
     assert train(server, tmp_path, "phases=[adapter,patient]", "updates=6").code == 0
     place = checkpoint_path(tmp_path / "outputs" / "mine" / "checkpoints", best)
     other = [word for word in BASE if word != "run=mine"]
     result = server.run(["train", *other, "run=second", *args, f"resume={place}"], tmp_path)
     assert result.code == 0, result.err
     again = server.run(["train", *other, "run=third", "resume=mine", "phases=[adapter]", "updates=2"], tmp_path)
-    assert again.code == 0, again.err  # mine has finished the phase; third runs it again
+    assert again.code == 0, again.err  # `mine` has finished the phase, but `third` runs it again
     third = json.loads((tmp_path / "outputs" / "third" / "run.json").read_text())
     assert third["phases"]["adapter"]["updates"] == 2
 
@@ -452,21 +449,19 @@ def test_explain_names_the_override_that_applies_to_a_phase(
     assert f"({word})" in second
 
 
-def test_a_parameter_without_a_gradient_is_reported(server: ForkServer, tmp_path: Path) -> None:
+def test_parameters_without_gradients_are_reported(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
     assert result.code == 0, result.err
     assert "head.extra" in result.out + result.err
 
 
 @pytest.mark.slow
-def test_overrides_of_a_phase_take_precedence_over_general_ones_and_both_over_the_task(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_phase_overrides_take_precedence(server: ForkServer, tmp_path: Path) -> None:
     args = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
     result = train(server, tmp_path, *args)
     assert result.code == 0, result.err
     phases = run_json(tmp_path)["phases"]
     assert (phases["pretrain"]["updates"], phases["adapter"]["updates"]) == (3, 2)
     first = {row["phase"]: row["lr"] for row in reversed(rows(tmp_path)) if "lr" in row}
-    # optimizer.lr=0.05 applies to the run's optimizer, sgd; the adapter's phase uses adam
+    # optimizer.lr=0.05 applies to the run's optimizer, sgd; the adapter phase uses adam
     assert first == {"pretrain": pytest.approx(0.05), "adapter": pytest.approx(0.002)}

@@ -1,4 +1,4 @@
-"""Runs on several ranks: same losses as one process, and no lost work after crashes, signals and lost ranks."""
+"""Runs on several ranks have the losses of one process, and lose no work after crashes, signals and lost ranks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ BASE = (
     " scheduler=constant"
 )
 TWO = "parallelism=ddp parallelism.world_size=2"
-SAME_CURVE = allowed(torch.float32, terms=32, growth=12)  # each of 12 updates sums 32 samples in a different order
+SAME_CURVE = allowed(torch.float32, terms=32, growth=12)  # each of the 12 updates sums 32 samples in a different order
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def one_process(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(one_process: Path) -> dict[int, float]:
-    """The losses of that run."""
+    """The losses of the run of one process."""
     return losses(one_process)
 
 
@@ -148,7 +148,7 @@ PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
         f"{PIPED} parallelism.schedule=gpipe micro_batch_size=5", f"{PIPED} parallelism.split=[1,3]",
     ],
 )  # fmt: skip
-def test_two_ranks_with_any_strategy_have_the_loss_curve_of_one_process(
+def test_two_ranks_match_one_process(
     args: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
     assert len(expected) == 12
@@ -161,7 +161,7 @@ def test_two_ranks_with_any_strategy_have_the_loss_curve_of_one_process(
 @pytest.mark.parametrize(
     "args", ["parallelism=fsdp parallelism.shard_size=2", "parallelism=pipeline parallelism.stages=2"]
 )
-def test_two_copies_of_a_divided_model_have_the_loss_curve_of_one_process(
+def test_copies_of_a_split_model_match_one_process(
     args: str, server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     assert_success(server.run(f"{BASE} {args} parallelism.world_size=4", folder))
@@ -169,9 +169,7 @@ def test_two_copies_of_a_divided_model_have_the_loss_curve_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
-    server: ForkServer, folder: Path, expected: dict[int, float]
-) -> None:
+def test_ddp_runs_resume_with_other_strategies(server: ForkServer, folder: Path, expected: dict[int, float]) -> None:
     again = BASE.replace("run=r", "run=again")
     assert_success(server.run(f"{again} {TWO}".replace("updates=12", "updates=4"), folder))
     assert_success(server.run(f"{again} resume_allow=[updates]".replace("updates=12", "updates=8"), folder))
@@ -184,7 +182,7 @@ def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
 
 
 @pytest.mark.slow
-def test_sharded_checkpoints_resume_on_any_number_of_ranks_with_any_strategy(
+def test_sharded_checkpoints_resume_with_other_strategies(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"
@@ -205,12 +203,12 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
         json.loads((folder / each / "r" / "run.json").read_text())["uid"] for each in ("lost", "outputs")
     )
     assert before == after, "the run was downloaded, not trained again"
-    assert [*losses(folder)] == [*range(1, 13)], "rows from before the download exist as well"
+    assert [*losses(folder)] == [*range(1, 13)], "rows of updates before the download must exist"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.load in one process
-def test_a_sharded_checkpoint_is_exported_tensor_by_tensor_and_used_as_weights(
+def test_sharded_checkpoints_are_exported_by_tensor(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
@@ -231,12 +229,12 @@ def test_a_sharded_checkpoint_is_exported_tensor_by_tensor_and_used_as_weights(
     assert max(sizes) == max(tensor.nbytes for tensor in saved.values())
     exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
-    assert exported.keys() == saved.keys(), "this model has no shared weights under two names"
+    assert exported.keys() == saved.keys(), "this model has no weights with two names"
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader("outputs/r/export"), no_dist=True)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
     started = args.replace("run=r", "run=started").replace("updates=2", "updates=1")
-    rate = 1e-30  # about the change by one step of Adam
+    rate = 1e-30  # about the change of a weight by one step of Adam
     assert_success(server.run(f"{started.replace('0.0003', str(rate))} weights=r", tmp_path))
     newest = max((tmp_path / "outputs" / "started" / "checkpoints").glob("update-*"))
     for name, tensor in load(newest).tensors("model").items():
@@ -244,9 +242,7 @@ def test_a_sharded_checkpoint_is_exported_tensor_by_tensor_and_used_as_weights(
 
 
 @pytest.mark.slow
-def test_a_task_that_reads_its_weights_in_the_constructor_is_built_without_meta_tensors(
-    server: ForkServer, folder: Path
-) -> None:
+def test_a_constructor_that_reads_weights_gets_real_tensors(server: ForkServer, folder: Path) -> None:
     text = (folder / "task.py").read_text()
     (folder / "task.py").write_text(
         text.replace("self.fault, self.at", "self.bias = torch.zeros(9000).numpy()\n        self.fault, self.at")
@@ -267,7 +263,7 @@ def test_a_task_that_reads_its_weights_in_the_constructor_is_built_without_meta_
         "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=gpipe",
     ],
 )  # fmt: skip
-def test_gpt_on_ranks_has_the_loss_curve_of_one_process(
+def test_gpt_on_ranks_matches_one_process(
     args: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
     assert_success(server.run(f"{GPT} {args}", tmp_path))
@@ -276,9 +272,7 @@ def test_gpt_on_ranks_has_the_loss_curve_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process(
-    head: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_hyperspectral_pipeline_matches_one_process(head: str, server: ForkServer, tmp_path: Path) -> None:
     sizes = "task.num_cubes=16 task.height=12 task.width=12 task.channels=6"
     args = f"train task=hyperspectral task.head={head} task.data=synthetic {sizes} epochs=2 log_every=1 monitor=off"
     for run, more in (("one", ""), ("two", "parallelism=pipeline parallelism.world_size=2")):
@@ -293,7 +287,7 @@ def test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process(
 
 
 # The learning rate keeps training stable. In unstable training, rounding errors grow until curves differ, even between
-# one process and the same with another number of threads. With short samples, curves agree as well (2e-7) as with 64.
+# numbers of threads in one process. With short samples, curves agree as well (2e-7) as with samples of 64 tokens.
 UPDATES = 50 if IS_LONG else 12
 GPT = (
     f"train task=gpt task.size=tiny task.block_size=16 run=r updates={UPDATES} global_batch_size=32 optimizer.lr=0.0003"
@@ -312,7 +306,7 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def test_a_resumed_run_of_two_ranks_is_bitwise_equal(server: ForkServer, folder: Path) -> None:
-    """Dropout is on, so every rank must continue with its own random numbers."""
+    """The model uses dropout, so every rank must continue with its own random numbers."""
     args = f"{BASE} {TWO} task.dropout=0.3"
     assert_success(server.run(args, folder))
     expected = losses(folder)
@@ -330,7 +324,7 @@ def test_a_resumed_run_of_two_ranks_is_bitwise_equal(server: ForkServer, folder:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["", "parallelism.shares=[20,12]"])
-def test_a_killed_rank_is_reported_and_the_others_resume(
+def test_remaining_ranks_resume_after_a_kill(
     server: ForkServer, folder: Path, args: str, expected: dict[int, float]
 ) -> None:
     again = f"{BASE} {TWO} {args} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
@@ -343,7 +337,7 @@ def test_a_killed_rank_is_reported_and_the_others_resume(
 
 
 def samples_of_first_epoch(seen: Path) -> list[int]:
-    """Return the samples of updates 0 to 2; if an update was repeated, those of its last repetition."""
+    """Return the samples of updates 0 to 2. If an update was repeated, the last repetition counts."""
     samples_of_update: dict[int, list[int]] = {}
     previous = -1
     for line in seen.read_text().splitlines():
@@ -356,7 +350,7 @@ def samples_of_first_epoch(seen: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer, folder: Path) -> None:
+def test_a_task_error_ends_the_run_with_its_message(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=raise", folder)
     assert result.code == 70
     assert "Traceback" not in result.err
@@ -365,14 +359,14 @@ def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer
     assert json.loads((folder / "outputs/r/run.json").read_text())["state"] == "failed"
 
 
-def test_a_non_finite_loss_ends_all_ranks_with_exit_code_82(server: ForkServer, folder: Path) -> None:
+def test_a_non_finite_loss_ends_all_ranks(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=infinite", folder)
     assert result.code == 82, result.err
     assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
 @pytest.mark.slow
-def test_a_rank_that_exits_during_training_is_reported_as_lost(server: ForkServer, folder: Path) -> None:
+def test_an_exited_rank_is_reported_as_lost(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=exit", folder)
     assert result.code == 84, result.err
     assert not live_processes(folder)
@@ -406,7 +400,7 @@ def test_ranks_started_by_torchrun_train_the_same_run(
 
 
 def torchrun(args: list[str], folder: Path) -> dict[int, int]:
-    """Return the exit codes by rank; torchrun's agent starts the ranks, here by fork."""
+    """Return the exit codes by rank. torchrun's agent starts the ranks, in this test by fork."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.chdir(folder)
@@ -425,7 +419,7 @@ def test_one_process_can_use_a_model_trained_on_ranks(server: ForkServer, folder
 
 @pytest.mark.slow
 def test_the_straggler_is_reported(server: ForkServer, folder: Path) -> None:
-    """One rank takes ten times as long, on an idle or busy machine."""
+    """One rank takes ten times as long, whether the machine is idle or busy."""
     args = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
     assert_success(server.run(args, folder))
     (result,) = events(folder, "slow rank")
@@ -452,7 +446,7 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_statistics_of_a_fit_phase_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
-    """With the task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with different trained parameters."""
+    """The task, from test_phases_as_data.py, has a fit phase and phases that train different parameters."""
     task = Path(__file__).parent / "task_of_phases.py"
     result = []
     for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
@@ -460,7 +454,7 @@ def test_statistics_of_a_fit_phase_are_merged_over_ranks(strategy: str, server: 
         record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
         result.append({name: phase["metrics"] for name, phase in record["phases"].items()})
     one, two = result
-    assert two.keys() == one.keys()  # values of later phases differ: they use dropout, and each rank draws its own
+    assert two.keys() == one.keys()  # values of later phases differ, because each rank draws its own dropout masks
     assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=PROMISED[torch.float64])
     assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=SAME_CURVE)
 
@@ -469,7 +463,7 @@ def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: 
     pid = server.start(f"{BASE} {TWO} task.fault=deaf".split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGINT)
-    wait_until((folder / "signaled").exists, "the first signal reaches the rank")
+    wait_until((folder / "signaled").exists, "the first signal")
     os.kill(pid, signal.SIGINT)
     result = server.wait()
     assert result.code == 130, result.err
@@ -478,19 +472,19 @@ def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: 
 
 
 @pytest.mark.slow
-def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: ForkServer, folder: Path) -> None:
+def test_a_fresh_run_resumes_after_losing_a_rank(server: ForkServer, folder: Path) -> None:
     assert_success(server.run(BASE, folder))
     expected = losses(folder)
     args = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
     result = assert_success(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
-    assert len(aside) == 1, "only the checkpoints of the previous run are set aside"
+    assert len(aside) == 1, "only checkpoints of the previous run are set aside"
     assert result.code == 0
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
+def test_a_pipeline_with_an_explicit_split_loses_a_stage(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     three = "parallelism=pipeline parallelism.world_size=3 parallelism.split=[1,1,2]"
@@ -526,24 +520,24 @@ save_policy.time = Clock()
 
 
 @pytest.mark.slow
-def test_reaching_the_time_limit_saves_exactly_one_checkpoint(server: ForkServer, folder: Path) -> None:
+def test_each_checkpoint_interval_saves_once(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     args = args.replace("evaluate.every=6", "evaluate.every=0")
     assert_success(server.run(args.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
-    # due after 12 updates, on which the ranks agree one update later
+    # a checkpoint is due after 12 updates, and ranks agree on it one update later
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
 @pytest.mark.slow
-def test_training_continues_if_a_rank_has_only_bad_samples(server: ForkServer, folder: Path) -> None:
+def test_a_rank_may_have_only_bad_samples(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
     assert_success(server.run(args.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
 
 
 @pytest.mark.slow
-def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkServer, folder: Path) -> None:
+def test_an_update_without_items_is_not_saved(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
     assert result.code == 70
     names = [path.name for path in (folder / "outputs/r/checkpoints").glob("update-*")]
@@ -551,7 +545,7 @@ def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkSer
 
 
 @pytest.mark.slow
-def test_buffers_of_any_type_and_layout_start_equal_on_all_ranks(
+def test_initial_buffers_are_equal_on_all_ranks(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     assert_success(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
@@ -563,7 +557,7 @@ def test_buffers_of_any_type_and_layout_start_equal_on_all_ranks(
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_a_fit_can_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
-    """In the last update one rank has no data; the others must not hang."""
+    """In the last update, one rank has no data. The other ranks must not hang."""
     (folder / "fit.py").write_text(FIT)
     result = []
     for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
@@ -632,7 +626,7 @@ def events(folder: Path, kind: str, run: str = "r") -> list[dict[str, Any]]:
 
 
 def live_processes(folder: Path) -> list[int]:
-    """Return the PIDs of live processes whose working directory is the folder, which all processes of a run share."""
+    """Return the PIDs of live processes whose working directory is `folder`, as it is for all processes of a run."""
     result = []
     for process in psutil.process_iter(["cwd", "status"]):
         if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:

@@ -67,13 +67,13 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_killed_after_37_of_100_updates_resumes_with_equal_results(
+def test_resume_after_sigkill(
     precision: str, accumulation: int, workers: int, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     computed = [f"precision={precision}", f"micro_batch_size={12 // accumulation}"]
     args = [*BASE, *computed, f"dataloader.num_workers={workers}"]
     killed = tmp_path
-    at = 39 * accumulation  # after this checkpoint, before the next one
+    at = 39 * accumulation  # after the checkpoint of update 37, before the next one
     checkpoint = killed / "outputs" / "mine" / "checkpoints" / "update-0000000037"
     result = server.run([*args, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
     assert result.code == -signal.SIGKILL, result.err
@@ -85,14 +85,14 @@ def test_a_run_killed_after_37_of_100_updates_resumes_with_equal_results(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_exits_75_and_the_same_command_resumes(
+def test_resume_after_a_stop_signal(
     number: signal.Signals, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     stopped = tmp_path
     args = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
     pid = server.start(args, stopped)
     wait_until((stopped / "held").exists)
-    os.killpg(pid, number)  # a terminal or a scheduler also signals the data workers
+    os.killpg(pid, number)  # terminals and schedulers also signal the data workers
     result = server.wait()
     assert result.code == 75, result.err
     assert "run=mine" in result.out
@@ -130,7 +130,7 @@ def test_a_finished_run_is_not_changed(server: ForkServer, straight: Straight, t
         again = server.run(args, tmp_path)
         assert again.code == 0, again.err
         assert "resume_allow=[updates]" in again.out
-        assert folder_state(run) == before  # the same files with the same content, no others
+        assert folder_state(run) == before  # the same files with the same content, and no others
     assert server.run([*BASE, "seed=1"], tmp_path).code == 88
 
 
@@ -155,7 +155,7 @@ def test_the_command_both_predicts_with_a_finished_run(server: ForkServer, tmp_p
     assert list((tmp_path / "outputs" / "mine" / "predictions").iterdir())
 
 
-def test_changes_of_results_are_rejected_or_must_be_allowed_by_name(server: ForkServer, tmp_path: Path) -> None:
+def test_changes_of_results_must_be_allowed_by_name(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "updates=4"], tmp_path).code == 0
     refused = server.run([*BASE, "updates=4", "seed=1", "global_batch_size=24"], tmp_path)
     assert refused.code == 88
@@ -170,9 +170,7 @@ def test_changes_of_results_are_rejected_or_must_be_allowed_by_name(server: Fork
 
 
 @pytest.mark.slow
-def test_settings_that_do_not_change_results_can_change_on_resume(
-    server: ForkServer, straight: Straight, tmp_path: Path
-) -> None:
+def test_settings_without_effect_on_results_can_change(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     changed = tmp_path
     args = BASE
     first = server.run([*args, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)

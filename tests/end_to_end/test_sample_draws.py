@@ -1,4 +1,4 @@
-"""In complete runs, random draws of samples depend on the seed only, in every kind of phase."""
+"""In complete runs, random draws of samples depend only on the seed, in every kind of phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rounding import PROMISED
 TASK = Path(__file__).with_name("task_of_draws.py")
 COMMAND = ["both", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "dataloader.num_workers=0"]
 AGAIN = ["inference", "mine"]
-TOLERANCE = PROMISED[torch.float64]  # sums of 26 numbers in a different order, six updates
+TOLERANCE = PROMISED[torch.float64]  # sums of 26 numbers in a different order, in six updates
 CUTS = {
     "workers": ("dataloader.num_workers=2",),
     "micro-batches": ("micro_batch_size=4", "dataloader.num_workers=1"),
@@ -30,7 +30,7 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means of the draws of training samples, their losses, means of validation draws, and predictions."""
+    """The means of training draws, the losses, the means of validation draws, and the predictions of a run."""
 
     fitted: torch.Tensor
     losses: list[float]
@@ -67,7 +67,7 @@ def predictions(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS)
-def test_data_workers_resumes_and_ranks_do_not_change_random_samples(
+def test_workers_resumes_and_ranks_do_not_change_samples(
     cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
@@ -78,7 +78,7 @@ def test_data_workers_resumes_and_ranks_do_not_change_random_samples(
     assert result.predictions == wanted.predictions
 
 
-def test_evaluations_between_updates_do_not_change_random_numbers_of_training(
+def test_evaluations_do_not_change_training_draws(
     base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
@@ -87,7 +87,7 @@ def test_evaluations_between_updates_do_not_change_random_numbers_of_training(
     assert result.losses == wanted.losses
 
 
-def test_another_seed_gives_different_random_numbers_for_every_split(
+def test_another_seed_changes_the_draws_of_every_split(
     base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base

@@ -1,4 +1,4 @@
-"""A run with a sampler gives the same result after a kill, with data workers, and on ranks with unequal shares."""
+"""Runs with a sampler give the same result after a kill, with data workers, and on ranks with unequal shares."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda words: words.split()[0])
-def test_results_do_not_depend_on_resumes_data_workers_and_ranks(
-    sampler: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_resumes_workers_and_ranks_do_not_change_results(sampler: str, server: ForkServer, tmp_path: Path) -> None:
     args = f"sampler={sampler}"
     weights, losses = trained(server, tmp_path / "alone", f"{args} dataloader.num_workers=0")
     resumed, again = trained(server, tmp_path / "killed", f"{args} dataloader.num_workers=2", KILL)
@@ -66,15 +64,13 @@ WRONG = [
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
-def test_an_invalid_sampler_ends_the_run_before_training(
-    args: str, code: int, named: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_invalid_samplers_are_rejected(args: str, code: int, named: str, server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{TRAIN} {args} dataloader.num_workers=0", tmp_path)
     assert result.code == code
     assert named in result.err
 
 
-def test_a_resumed_run_keeps_its_sampler_and_sample_weights(server: ForkServer, tmp_path: Path) -> None:
+def test_sampler_and_weights_must_not_change_on_resume(server: ForkServer, tmp_path: Path) -> None:
     task = tmp_path / "mine.py"
     task.write_text(TASK.read_text())
     line = f"train --task {task} run=mine device=cpu monitor=off dataloader.num_workers=0 sampler=weighted"

@@ -1,4 +1,4 @@
-"""The shell scripts: their output, their exit codes, and the environment that they create once."""
+"""The shell scripts: output, exit codes, and the environment, which is created once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SCRIPTS = [
     ROOT / ".ci" / "run",
 ]
 
-# A stub for Python: creates an "environment" with itself and accel-run, and logs calls of venv and pip.
-# A file named `break` or `hang` beside it makes pip fail or hang; a file named `go` ends the hang.
+# A stub for Python. It creates an "environment" of itself and accel-run, and logs calls of venv and pip. A file named
+# `break` or `hang` beside the stub makes pip fail or hang; a file named `go` ends the hang.
 FAKE_PYTHON = """#!/bin/bash
 here=@HERE@
 case "$1 ${2:-}" in
@@ -116,14 +116,14 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_the_environment_is_created_once_with_torch_first(checkout: Checkout) -> None:
     first = checkout.run("setup.sh", "dev")
     assert first.returncode == 0, first.stderr
-    assert first.stdout == "", "the output of the scripts is that of accel-run"
+    assert first.stdout == "", "scripts print only the output of accel-run"
     assert all(line.startswith("setup: ") for line in first.stderr.splitlines())
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[dev]"]
     assert checkout.run("setup.sh", "dev").returncode == 0
     assert checkout.calls() == []
 
 
-def test_a_second_call_only_compares_the_stamp(checkout: Checkout, tmp_path: Path) -> None:
+def test_a_second_setup_only_compares_the_stamp(checkout: Checkout, tmp_path: Path) -> None:
     checkout.run("setup.sh", "dev")
     checkout.calls()
     few = tmp_path / "few"
@@ -148,7 +148,7 @@ def test_new_extras_are_added_to_installed_extras(checkout: Checkout) -> None:
     assert checkout.calls() == []
 
 
-def test_torch_of_the_right_version_is_not_installed_again(checkout: Checkout) -> None:
+def test_a_matching_torch_is_not_installed_again(checkout: Checkout) -> None:
     checkout.run("setup.sh")
     version = re.search(r"^torch==(.*)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE)
     assert version is not None
@@ -164,7 +164,7 @@ def test_torch_of_the_right_version_is_not_installed_again(checkout: Checkout) -
     assert checkout.calls() == [f"pip {checkout.root}[dev,plots]"]
 
 
-def test_run_installs_the_packages_that_the_data_of_a_task_needs(checkout: Checkout) -> None:
+def test_run_installs_packages_for_task_data(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "train", "task=cape", "updates=1").returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[cape]"]
     for word in ("task=gpt", "task=c.pe", "updates=2"):
@@ -173,7 +173,7 @@ def test_run_installs_the_packages_that_the_data_of_a_task_needs(checkout: Check
 
 
 @pytest.mark.parametrize(("mode", "extra"), [("search", "search")])
-def test_run_installs_the_packages_that_a_command_needs(checkout: Checkout, mode: str, extra: str) -> None:
+def test_run_installs_packages_for_a_command(checkout: Checkout, mode: str, extra: str) -> None:
     assert checkout.run("run.sh", mode).returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[{extra}]"]
 
@@ -184,7 +184,7 @@ def test_the_help_of_setup_lists_every_extra() -> None:
     assert set(extras) <= set(re.findall(r"[a-z0-9]+", head))
 
 
-def test_an_unknown_extra_is_rejected_before_anything_is_installed(checkout: Checkout) -> None:
+def test_an_unknown_extra_is_rejected(checkout: Checkout) -> None:
     done = checkout.run("setup.sh", "plot")
     assert done.returncode == 64
     assert "plots" in done.stderr
@@ -209,7 +209,7 @@ def test_a_moved_checkout_is_reinstalled(checkout: Checkout) -> None:
     assert moved.calls() == ["pip torch", f"pip {moved.root}[dev]"]
 
 
-def test_a_failed_install_reports_why_and_the_next_call_repairs_it(checkout: Checkout) -> None:
+def test_the_next_call_repairs_a_failed_install(checkout: Checkout) -> None:
     (checkout.stub / "break").touch()
     done = checkout.run("setup.sh")
     assert done.returncode == 71
@@ -241,7 +241,7 @@ def test_two_concurrent_calls_install_once(checkout: Checkout) -> None:
     second = checkout.start("setup.sh", stderr=subprocess.PIPE)
     assert second.stderr is not None
     with second.stderr:
-        assert second.stderr.readline(), "it prints that it waits"
+        assert second.stderr.readline(), "the second call prints that it waits"
         (checkout.stub / "go").touch()
         assert [process.wait(timeout=60) for process in (first, second)] == [0, 0]
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}"]
@@ -257,7 +257,7 @@ def test_an_outdated_python_is_reported(checkout: Checkout) -> None:
 # run.sh
 
 
-def test_a_call_without_a_mode_outside_a_terminal_prints_usage_to_stderr(checkout: Checkout) -> None:
+def test_usage_is_printed_without_a_mode_or_terminal(checkout: Checkout) -> None:
     done = checkout.run("run.sh")
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr.startswith("usage: ")
@@ -270,12 +270,12 @@ def test_an_unknown_mode_is_rejected(checkout: Checkout, mode: str) -> None:
     assert (done.returncode, done.stdout) == (64, "")
     first, *others = done.stderr.splitlines()
     assert f" {mode};" in first
-    assert len(others) < 10, "they fit a small terminal"
+    assert len(others) < 10, "the message must fit a small terminal"
     assert set(MODES) <= set(" ".join(others).split()) or ["train", mode] in [line.split()[1:] for line in others]
     assert checkout.calls() == []
 
 
-def test_settings_without_a_mode_produce_a_suggestion_with_a_mode(checkout: Checkout) -> None:
+def test_a_mode_is_suggested_for_settings_without_a_mode(checkout: Checkout) -> None:
     done = checkout.run("run.sh", "+hardware=t4", "run=a b")
     assert done.returncode == 64
     lines = [shlex.split(line)[1:] for line in done.stderr.splitlines()]
@@ -294,7 +294,7 @@ def test_every_command_of_accel_run_is_a_mode(checkout: Checkout) -> None:
         assert f"\n  {command} " in shown
 
 
-def test_the_first_call_runs_setup_and_keeps_working_directory_and_arguments(checkout: Checkout) -> None:
+def test_the_first_call_runs_setup_and_the_command(checkout: Checkout) -> None:
     done = checkout.run("run.sh", "train", "task.name=a b", "+hardware=t4", "x=*")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -334,7 +334,7 @@ def test_on_a_terminal_a_menu_is_shown(checkout: Checkout, answer: str) -> None:
     shown, code = at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
     assert code == 0
     assert " 1  train " in shown
-    assert shown.count("scripts/run.sh") == 1, "the command without the menu"
+    assert shown.count("scripts/run.sh") == 1, "the equivalent command"
     assert shown.splitlines()[-1] == "inference"
 
 
@@ -360,11 +360,11 @@ def proved(checkout: Checkout) -> Checkout:
     return checkout
 
 
-def test_prove_tests_repeats_tests_idle_under_load_and_on_one_core(proved: Checkout) -> None:
+def test_prove_tests_repeats_tests_under_different_loads(proved: Checkout) -> None:
     done = proved.run("prove_tests.sh", "5", "tests/plan", "-x")
     seen = [tuple(map(int, line.split())) for line in (proved.root / "seen").read_text().splitlines()]
     assert [children for _, children in seen] == [1, 1, 1, 4, 1], (
-        "the test process, and the processes that generate load"
+        "the test process and the processes that generate load"
     )
     assert seen[-1][0] == 1
     assert (proved.root / "given").read_text() == "tests/plan -x\n" * 5
@@ -387,7 +387,7 @@ def test_prove_tests_leaves_no_log_if_all_tests_pass(
 
 
 @pytest.mark.parametrize("number", ["0", "ten", "-1"])
-def test_an_invalid_number_of_repetitions_is_rejected_before_any_test_runs(number: str, proved: Checkout) -> None:
+def test_invalid_repetitions_are_rejected(number: str, proved: Checkout) -> None:
     assert proved.run("prove_tests.sh", number).returncode == 64
     assert not (proved.root / "seen").exists()
 
@@ -409,7 +409,7 @@ def test_the_scripts_are_executable(script: Path) -> None:
 
 
 def at_a_terminal(checkout: Checkout, typed: str) -> tuple[str, int]:
-    """Run run.sh without arguments at a terminal with this input; return its output and exit code."""
+    """Run run.sh without arguments on a terminal with this input; return its output and exit code."""
     ours, theirs = pty.openpty()
     process = checkout.start("run.sh", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""A run on a stream gives the same result after a kill, with data workers, and on ranks with unequal shares."""
+"""Runs on a stream give the same result after a kill, with data workers, and on ranks with unequal shares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Result = tuple[dict[str, torch.Tensor], list[float]]
 
 
 def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
-    """Return the weights and losses of a run started by each line in turn; all but the last are killed."""
+    """Start a run with each line in turn, killing all starts but the last. Return its weights and losses."""
     folder.mkdir()
     directory = folder / "outputs" / "mine"
     for number, args in enumerate(lines, 1):
@@ -36,7 +36,7 @@ def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
         result = server.run(f"{TRAIN} {args}", folder, env)
         assert (result.code == 0) is not bool(fault), result.err
-        if fault:  # ranks end after the launcher that was killed, and hold the lock until then
+        if fault:  # ranks end after the killed launcher, and hold the lock until they end
             with (directory / ".lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
     path = newest_valid(directory / "checkpoints")
@@ -57,7 +57,7 @@ def assert_close(one: Result, other: Result) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "length" in kind or kind == "plain"])
 @pytest.mark.parametrize("shards", ["data.shards=1", "data.shards=4 data.shards_per_update=2"])
 @pytest.mark.parametrize("way", ON_RANKS)
-def test_results_do_not_depend_on_resumes_data_workers_and_ranks(
+def test_resumes_workers_and_ranks_do_not_change_results(
     kind: str, shards: str, way: str, server: ForkServer, tmp_path: Path
 ) -> None:
     length = "epochs=2" if "length" in kind else "updates=18"
@@ -86,7 +86,7 @@ WRONG = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
-def test_settings_that_do_not_work_with_a_stream_are_rejected(
+def test_unsupported_settings_are_rejected(
     args: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = server.run(f"{TRAIN} {args}", tmp_path)
@@ -95,13 +95,13 @@ def test_settings_that_do_not_work_with_a_stream_are_rejected(
 
 
 @pytest.mark.slow
-def test_a_resume_with_a_different_number_of_shards_is_rejected(server: ForkServer, tmp_path: Path) -> None:
+def test_the_number_of_shards_cannot_change_on_resume(server: ForkServer, tmp_path: Path) -> None:
     more = "updates=5 resume_allow=[updates]"
     result = [server.run(f"{TRAIN} {args}", tmp_path) for args in ("updates=3", f"{more} data.shards=2", more)]
     assert [each.code for each in result] == [0, 88, 0]
 
 
-def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, tmp_path: Path) -> None:
+def test_incorrect_stream_states_are_reported(server: ForkServer, tmp_path: Path) -> None:
     replays, expected_s = {}, 0.0
     for folder, numbers in (("whole", [6]), ("stopped", [3, 6])):
         (tmp_path / folder).mkdir()
@@ -110,7 +110,7 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
             result = server.run(line, tmp_path / folder)
             assert result.code == 0, result.err
             assert ("load_state_dict" in result.out + result.err) == (number == numbers[0]), (
-                "checked at the first start"
+                "states are checked at the first start"
             )
             events = (tmp_path / folder / "outputs/mine/events.jsonl").read_text().splitlines()
             replays[folder, number] = [row for row in map(json.loads, events) if row["kind"] == "stream replay"]
@@ -131,6 +131,6 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_a_trained_run_can_be_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_can_be_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
     lines = (f"{TRAIN} updates=3", "evaluate run=mine split=train evaluate.samples=20")
     assert [server.run(line, tmp_path).code for line in lines] == [0, 0]

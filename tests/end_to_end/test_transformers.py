@@ -29,7 +29,7 @@ TASK = Path(__file__).parent / "task_of_transformers.py"
 
 @cache
 def samples(kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Return padded texts of different lengths; for gpt2 the labels of padding are ignored."""
+    """Return padded texts of different lengths. For gpt2, the labels of padding are ignored."""
     generator = torch.Generator().manual_seed(0)
     result: dict[str, list[dict[str, Any]]] = {}
     for split, number in (("train", 96), ("validation", 40)):
@@ -173,7 +173,7 @@ def test_each_head_uses_the_loss_of_its_model(
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
 def test_activation_checkpointing_does_not_change_gradients(kind: str) -> None:
-    """By default, decoders have a cache, and a recomputed block would append its keys a second time."""
+    """By default, decoders use a cache, to which a recomputed block would append its keys a second time."""
     gradients = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_activation_checkpointing_does_not_change_gradients(kind: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
-def test_a_model_without_a_loss_and_a_missing_dataset_are_rejected(tmp_path: Path) -> None:
+def test_missing_losses_and_datasets_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TaskFault):
         select_loss(torch.nn.Linear(1, 1))
     with pytest.raises(InputMissing):

@@ -85,7 +85,7 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that maps how the dataset draws random numbers to the folder of a finished run."""
+    """Return a function that maps a kind of random draws in the dataset to the folder of a finished run."""
 
     @cache
     def of_draws(name: str) -> Path:
@@ -126,14 +126,12 @@ def test_equal_code_and_data_are_not_reported(
     assert result.code == 0, result.err
     assert "changed" not in result.err
     assert changes(folder) == []
-    assert ("sample_rng" in result.err) == (draws == "own"), "there is a warning only for a generator of the task"
+    assert ("sample_rng" in result.err) == (draws == "own"), "only a generator of the task causes a warning"
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("lines", [90, 102])
-def test_a_dataset_of_different_length_is_rejected_without_changing_the_run(
-    server: ForkServer, copied: Path, lines: int
-) -> None:
+def test_a_dataset_of_different_length_is_rejected(server: ForkServer, copied: Path, lines: int) -> None:
     write(copied, {"data.txt": "\n".join(str(0.01 * number) for number in range(lines))})
     before = dict(files_of_run(copied))
     result = resumed(server, copied)
@@ -143,12 +141,12 @@ def test_a_dataset_of_different_length_is_rejected_without_changing_the_run(
     assert dict(files_of_run(copied)) == before
     assert json.loads((copied / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 88
     used = server.run("inference mine", copied)
-    assert used.code != 88, "a run whose data was deleted can still be used"
+    assert used.code != 88, "a run can be used without its data"
     write(copied, {"data.txt": FILES["data.txt"]})
     assert resumed(server, copied).code == 0
 
 
-def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, copied: Path) -> None:
+def test_changed_data_does_not_affect_a_finished_run(server: ForkServer, copied: Path) -> None:
     write(copied, {"data.txt": "1.0\n" * 90})
     before = newest_valid(copied / "outputs/mine/checkpoints")
     assert before is not None
@@ -173,12 +171,12 @@ def test_changed_samples_are_reported_and_recorded(
     assert changes(folder) == [(30, [], ["train sample 50"])]
     again = resumed(server, folder, "resume mine updates=50 resume_allow=[updates]")
     assert again.code == 0, again.err
-    assert changes(folder) == [(30, [], ["train sample 50"])], "the history is kept, and the run now has the new data"
+    assert changes(folder) == [(30, [], ["train sample 50"])], "the change is kept and not reported again"
     state = json.loads((folder / "outputs/mine/checkpoints/update-0000000050/state.json").read_text())
-    assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "checkpoints record it as well"
+    assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "checkpoints also record the change"
 
 
-def test_changes_of_the_task_file_and_its_imports_are_reported_and_recorded(server: ForkServer, copied: Path) -> None:
+def test_changed_task_code_is_reported_and_recorded(server: ForkServer, copied: Path) -> None:
     write(copied, {"helpers/unit.py": "UNIT = 2.0\n", "mine.py": TASK + "\n# edited\n"})
     result = resumed(server, copied)
     assert result.code == 0, result.err
@@ -193,12 +191,12 @@ def test_changes_of_the_task_file_and_its_imports_are_reported_and_recorded(serv
         "helpers/unit.py",
         "mine.py",
     ]
-    assert len(state["changes"]) == 1, "the checkpoint records it as well"
+    assert len(state["changes"]) == 1, "the checkpoint also records the change"
 
 
 @pytest.mark.slow
-def test_code_is_recorded_as_it_was_at_the_start_of_the_run(server: ForkServer, tmp_path: Path) -> None:
-    """A file edited during training is not the code that the run uses."""
+def test_code_is_recorded_at_the_start_of_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """The run does not use edits of a file during training."""
     edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
     edits += "    return 0.0\n"
     write(tmp_path, {**FILES, "draws.py": edits})
@@ -210,7 +208,7 @@ def test_code_is_recorded_as_it_was_at_the_start_of_the_run(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tmp_path: Path) -> None:
+def test_code_changes_between_phases_are_recorded(server: ForkServer, tmp_path: Path) -> None:
     phases = "PHASES = {'one': {'updates': 10}, 'two': {'updates': 10}}\n"
     write(tmp_path, {**FILES, "mine.py": TASK + phases})
     args = WORDS.replace(" updates=30", "")
@@ -222,8 +220,8 @@ def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tm
     assert [(each["phase"], each["files"]) for each in record(tmp_path)["changes"]] == [("two", ["mine.py"])]
 
 
-def test_checkpoints_without_records_of_code_and_data_can_be_resumed(server: ForkServer, copied: Path) -> None:
-    """Earlier versions did not write these records."""
+def test_checkpoints_without_code_records_can_be_resumed(server: ForkServer, copied: Path) -> None:
+    """Earlier versions did not record code and data."""
     from runner.durable import checkpoint as checkpoints
 
     folder = copied / "outputs" / "mine" / "checkpoints"
@@ -268,7 +266,7 @@ def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path
 
 
 @pytest.mark.slow
-def test_a_folder_with_only_checkpoints_of_another_run_is_rejected(server: ForkServer, copied: Path) -> None:
+def test_a_folder_with_only_foreign_checkpoints_is_rejected(server: ForkServer, copied: Path) -> None:
     mine = copied / "outputs" / "mine" / "checkpoints"
     other = server.run(WORDS.replace("run=mine", "run=other"), copied)
     assert other.code == 0, other.err
@@ -295,9 +293,7 @@ def elsewhere(server: ForkServer, copied: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected_without_changing_the_run(
-    server: ForkServer, copied: Path, elsewhere: Path
-) -> None:
+def test_foreign_checkpoints_of_the_same_name_are_rejected(server: ForkServer, copied: Path, elsewhere: Path) -> None:
     there = copied / "outputs" / "mine" / "checkpoints" / elsewhere.name
     shutil.copytree(elsewhere, there)
     before = dict(files_of_run(copied))
@@ -309,7 +305,7 @@ def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected_without_chan
         assert dict(files_of_run(copied)) == before
         assert there.is_dir()
     used = server.run("inference mine", copied)
-    assert elsewhere.name in used.err, "skipped with a message"
+    assert elsewhere.name in used.err, "the checkpoint is skipped with a message"
     shown = server.run("status mine", copied)
     assert any(elsewhere.name in line and "another run" in line for line in shown.out.splitlines())
     there.rename(copied / "out-of-the-way")
@@ -317,9 +313,7 @@ def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected_without_chan
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_run_with_the_same_name_is_accepted_if_allowed(
-    server: ForkServer, copied: Path, elsewhere: Path
-) -> None:
+def test_foreign_checkpoints_are_accepted_if_allowed(server: ForkServer, copied: Path, elsewhere: Path) -> None:
     shutil.copytree(elsewhere, copied / "outputs" / "mine" / "checkpoints" / elsewhere.name)
     own = record(copied)["uid"]
     result = resumed(server, copied, "resume mine updates=70 resume_allow=[updates,run]")
@@ -374,7 +368,7 @@ def _flipped(uid: str) -> str:
 @pytest.mark.parametrize(
     "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
 )
-def test_a_run_with_a_damaged_uid_takes_the_uid_of_its_checkpoints(
+def test_a_damaged_uid_is_restored_from_checkpoints(
     server: ForkServer, copied: Path, damage: Callable[[str], Any]
 ) -> None:
     actual = record(copied)
@@ -387,7 +381,7 @@ def test_a_run_with_a_damaged_uid_takes_the_uid_of_its_checkpoints(
 
 
 @pytest.mark.slow
-def test_a_run_started_from_another_run_or_with_resume_fresh_is_a_new_run(server: ForkServer, copied: Path) -> None:
+def test_starting_from_another_run_creates_a_new_run(server: ForkServer, copied: Path) -> None:
     uids = [record(copied)["uid"]]
     result = server.run(
         WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied

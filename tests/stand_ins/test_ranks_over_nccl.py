@@ -115,23 +115,21 @@ HOURS = pytest.mark.timeout(7200)  # `--all` repeats the test with other moments
 # These tests cover SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, and a collective that only
 # one rank calls.
 test_ranks = copy_of(faults.test_a_failing_rank_is_reported_and_the_run_resumes, ONE, SLOW, HOURS)
-test_a_killed_rank = copy_of(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
-test_an_exception = copy_of(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
-test_an_early_exit = copy_of(whole_runs.test_a_rank_that_exits_during_training_is_reported_as_lost, LONG)
-test_a_loss_that_is_not_finite = copy_of(whole_runs.test_a_non_finite_loss_ends_all_ranks_with_exit_code_82, LONG)
+test_a_killed_rank = copy_of(whole_runs.test_remaining_ranks_resume_after_a_kill, ONE, SLOW)
+test_an_exception = copy_of(whole_runs.test_a_task_error_ends_the_run_with_its_message)
+test_an_early_exit = copy_of(whole_runs.test_an_exited_rank_is_reported_as_lost, LONG)
+test_a_loss_that_is_not_finite = copy_of(whole_runs.test_a_non_finite_loss_ends_all_ranks, LONG)
 test_a_signal = copy_of(whole_runs.test_a_stopped_run_saves_and_resumes, ONE, SLOW)
 test_a_second_signal = copy_of(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
 test_a_killed_launcher = copy_of(whole_runs.test_no_process_remains_after_the_launcher_is_killed, LONG)
 test_out_of_memory = copy_of(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
-test_a_fresh_run = copy_of(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
-test_fewer_stages = copy_of(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
-test_bad_samples = copy_of(whole_runs.test_training_continues_if_a_rank_has_only_bad_samples, LONG)
+test_a_fresh_run = copy_of(whole_runs.test_a_fresh_run_resumes_after_losing_a_rank, LONG)
+test_fewer_stages = copy_of(whole_runs.test_a_pipeline_with_an_explicit_split_loses_a_stage, LONG)
+test_bad_samples = copy_of(whole_runs.test_a_rank_may_have_only_bad_samples, LONG)
 test_a_killed_run = copy_of(whole_runs.test_a_resumed_run_of_two_ranks_is_bitwise_equal, LONG)
-test_an_exact_sum = copy_of(own_tables.test_a_custom_exact_all_reduce_trains_bitwise_like_ddp, SLOW)
-test_a_wrong_sum = copy_of(own_tables.test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update, SLOW)
-test_a_sum_that_returns_its_result = copy_of(
-    own_tables.test_a_custom_all_reduce_that_returns_its_result_ends_the_run, SLOW
-)
+test_an_exact_sum = copy_of(own_tables.test_an_exact_custom_all_reduce_equals_ddp, SLOW)
+test_a_wrong_sum = copy_of(own_tables.test_incorrect_custom_all_reduces_end_the_run, SLOW)
+test_a_sum_that_returns_its_result = copy_of(own_tables.test_a_custom_all_reduce_must_not_return_a_result, SLOW)
 test_not_finite = copy_of(numeric.test_all_ranks_stop_and_the_failing_rank_is_reported, LONG)
 test_a_pipeline_that_is_not_finite = copy_of(numeric.test_the_search_in_a_pipeline_covers_samples_but_not_modules, LONG)
 
@@ -170,7 +168,7 @@ GLOO_ONLY = {
     "launch/test_start.py::test_the_error_of_a_rank_is_recorded_not_its_consequence": (
         "forks of the tests, started as by torchrun: see the test of torchrun below"
     ),
-    "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
+    "end_to_end/test_ranks.py::test_an_update_without_items_is_not_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
     ),
     "launch/test_local.py::test_a_victim_exiting_first_is_not_the_cause": (
@@ -230,7 +228,7 @@ NO_FAILURE = {
     "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_that_update",
     "faults/test_signals_of_runs.py::test_the_suite_would_detect_workers_that_exit_on_a_stop_signal",
     "distributed/test_pipelined.py::test_a_task_without_layers_is_reported",
-    "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process",
+    "end_to_end/test_ranks.py::test_a_hyperspectral_pipeline_matches_one_process",
     "distributed/test_sharded_evaluation.py::test_a_finished_rank_joins_calls_without_side_effects",
     "distributed/test_sharded_evaluation.py::test_failed_calls_leave_no_rank_waiting_or_weights_gathered",
     "distributed/test_sharded_evaluation.py::test_a_collective_after_other_ranks_finished_is_an_error",
@@ -240,28 +238,28 @@ NO_FAILURE = {
     "distributed/test_sharded_evaluation.py::test_calling_a_submodule_directly_is_an_error",
     "distributed/test_world.py::test_the_rendezvous_timeout_grows_with_the_number_of_ranks",
     "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_bitwise_equal",
-    "end_to_end/test_coupled_runs.py::test_the_error_for_an_unsupported_strategy_names_the_setting",
+    "end_to_end/test_coupled_runs.py::test_unsupported_strategies_are_rejected",
     "end_to_end/test_objective_runs.py::test_a_resumed_run_is_bitwise_equal",
-    "end_to_end/test_objective_runs.py::test_configurations_that_cannot_be_trained_are_rejected",
-    "end_to_end/test_mosaicml.py::test_ranks_and_a_resume_after_a_kill_do_not_change_training",
-    "end_to_end/test_package_streams.py::test_ranks_and_a_resume_after_a_kill_do_not_change_training",
-    "end_to_end/test_own_tables.py::test_a_custom_loader_trains_bitwise_like_the_shipped_one",
-    "end_to_end/test_own_tables.py::test_a_resumed_run_has_the_optimizer_state_that_belongs_to_no_parameter",
-    "end_to_end/test_phases.py::test_invalid_options_of_a_later_phase_are_reported_before_the_first_phase",
-    "end_to_end/test_own_tables.py::test_plan_explain_completion_and_help_know_custom_options",
+    "end_to_end/test_objective_runs.py::test_invalid_objectives_are_rejected",
+    "end_to_end/test_mosaicml.py::test_ranks_and_resumes_do_not_change_training",
+    "end_to_end/test_package_streams.py::test_ranks_and_resumes_do_not_change_training",
+    "end_to_end/test_own_tables.py::test_custom_loaders_train_bitwise_equally",
+    "end_to_end/test_own_tables.py::test_optimizer_state_without_parameter_is_restored",
+    "end_to_end/test_phases.py::test_invalid_options_of_later_phases_are_reported_first",
+    "end_to_end/test_own_tables.py::test_commands_know_custom_options",
 } | {
     f"end_to_end/test_ranks.py::{test.__name__}"
     for test in (
-        whole_runs.test_two_ranks_with_any_strategy_have_the_loss_curve_of_one_process,
-        whole_runs.test_two_copies_of_a_divided_model_have_the_loss_curve_of_one_process,
-        whole_runs.test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline,
+        whole_runs.test_two_ranks_have_the_loss_curve_of_one_process,
+        whole_runs.test_copies_of_a_split_model_have_the_loss_curve_of_one_process,
+        whole_runs.test_ddp_runs_resume_with_other_strategies,
         whole_runs.test_one_process_can_use_a_model_trained_on_ranks,
         whole_runs.test_the_straggler_is_reported,
         whole_runs.test_bad_samples_of_any_rank_are_listed,
-        whole_runs.test_reaching_the_time_limit_saves_exactly_one_checkpoint,
+        whole_runs.test_each_checkpoint_interval_saves_once,
         whole_runs.test_buffers_of_any_type_and_layout_start_equal_on_all_ranks,
         whole_runs.test_a_fit_can_call_the_model,
-        whole_runs.test_sharded_checkpoints_resume_on_any_number_of_ranks_with_any_strategy,
+        whole_runs.test_sharded_checkpoints_resume_with_other_strategies,
         whole_runs.test_impossible_configurations_are_reported_before_ranks_start,
     )
 }
