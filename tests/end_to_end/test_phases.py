@@ -78,7 +78,7 @@ def test_a_changed_precision_does_not_advance_the_schedule(server: ForkServer, t
 def test_skipping_every_update_is_an_error(server: ForkServer, tmp_path: Path) -> None:
     result = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
     assert result.code == 82
-    assert "the model was not trained" in result.err
+    assert "nothing was learned" in result.err
 
 
 @pytest.mark.parametrize(
