@@ -169,7 +169,7 @@ def test_recomputed_blocks_drop_the_same_elements(rates: dict[str, float]) -> No
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiled", [default, regional])
-def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None]) -> None:
+def test_compiled_models_drop_the_same_elements(compiled: Callable[..., None]) -> None:
     rates = {"dropout": 0.2, "attention_dropout": 0.2}
     plain, task = make_task(**rates), make_task(**rates)
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Checks of `accel-run doctor`: each check finds its fault, and nothing on a healthy machine."""
+"""Each check of `accel-run doctor` finds its fault, and nothing on a healthy machine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def by_subject(findings: Iterator[Any]) -> dict[str, CheckResult]:
 
 WRONG = {
     "zeros": lambda one, other: torch.zeros_like(one),
-    "the factors turned": lambda one, other: other @ one,
+    "swapped factors": lambda one, other: other @ one,
     "NaN": lambda one, other: (one @ other).fill_(float("nan")),
-    "one number off": lambda one, other: (one @ other).index_put_(
+    "one wrong number": lambda one, other: (one @ other).index_put_(
         (torch.tensor(3), torch.tensor(5)), torch.tensor(10.0), True
     ),
-    "a sum cut short": lambda one, other: one[:, :-1] @ other[:-1],
+    "an incomplete sum": lambda one, other: one[:, :-1] @ other[:-1],
 }
 
 
@@ -57,7 +57,7 @@ def test_a_wrong_matrix_product_fails(what: str, name: str) -> None:
     assert arithmetic.check_format(number, call).state == "FAIL"
 
 
-def test_float32_that_is_computed_in_tf32_fails() -> None:
+def test_float32_computed_in_tf32_fails() -> None:
     def rounded(factor: torch.Tensor) -> torch.Tensor:
         return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # a mantissa of 10 bits
 
@@ -103,9 +103,9 @@ def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
 
 
 def limits_under(before: str) -> dict[str, Any]:
-    """Return the findings of the check of limits in a process that first runs `before`."""
+    """Run the check of limits in a process that first runs `before`; return its findings."""
     if os.geteuid() != 0:
-        pytest.skip("only root may change the limits of another")
+        pytest.skip("only root may raise limits")
     code = (
         "import json, os, pathlib, resource\nfrom runner.tools.doctor import host_checks\nimport psutil\n"
         "from runner.tools.doctor.findings import CheckContext\n"
@@ -144,13 +144,13 @@ def test_the_disk_check_writes_syncs_and_removes_its_file(context: CheckContext)
     assert list(context.root.parent.iterdir()) == []
 
 
-def test_a_folder_for_runs_that_is_a_file_fails(context: CheckContext) -> None:
+def test_a_file_in_place_of_the_output_folder_fails(context: CheckContext) -> None:
     context.root.write_text("")
     (result,) = storage.disk(context)
     assert (result.state, " output_root=" in result.fix) == ("FAIL", True)
 
 
-def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs(context.scratch)
     usage = type("Usage", (), {"total": full.f_blocks, "used": full.f_blocks, "free": 1000})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
@@ -191,9 +191,7 @@ def test_a_failing_import_is_reported_with_its_last_line(
     assert needed.seen.endswith(f"ImportError: {why}")
 
 
-def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
-    context: CheckContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_torch_import_is_reported_with_a_fix(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, software.Requirement("torch>=2.11"))
     monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
     (result,) = software.torch(context)
@@ -211,7 +209,7 @@ def test_an_unsupported_version_is_reported(context: CheckContext, monkeypatch: 
     assert (torch_found.state, torch_found.fix) == ("FAIL", 'pip install "torch>=999"')
 
 
-def test_required_packages_are_those_of_pyproject() -> None:
+def test_required_packages_match_pyproject() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

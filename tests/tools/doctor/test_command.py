@@ -1,4 +1,4 @@
-"""`accel-run doctor`: its arguments, exit codes and JSON, and cleanup when it is stopped."""
+"""Arguments, exit codes and JSON of `accel-run doctor`, and cleanup when it is stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.forkserver import ForkServer
 from tests.nvml_stub import PAIR, NvmlStub
 from tests.waiting import wait_until
 
-# A check that hangs, with resources to clean up: a process in a separate session, and a file in the scratch folder.
+# A check that hangs and leaves a process in a separate session and a file in the scratch folder.
 HANGING = """
 import os, signal, subprocess
 from runner.tools.doctor import checks
@@ -115,7 +115,7 @@ def test_an_interrupted_run_leaves_nothing(
     assert result.err == "\naccel-run: interrupted\n"
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out"]
     assert not list(short.iterdir())
-    wait_until(lambda: not is_running(sleeper), "what the check started has ended")
+    wait_until(lambda: not is_running(sleeper), "the process of the check has ended")
 
 
 def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_path: Path) -> None:
@@ -130,14 +130,14 @@ def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_pa
 
 
 @pytest.mark.slow
-def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tmp_path: Path) -> None:
+def test_unusable_gpus_fail_with_the_reason(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     import subprocess
     import sys
 
     import torch
 
     if torch.version.cuda is not None:
-        pytest.skip("this torch has CUDA, which does not ask the stub")
+        pytest.skip("this torch has CUDA, which does not use the NVML stub")
     done = subprocess.run(
         [sys.executable, "-m", "runner", "doctor", "--json", "checks=[gpus,driver,numbering,processes]"],
         env=nvml_stub.environment(PAIR), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
@@ -191,7 +191,7 @@ def test_the_running_check_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatc
         screen.show_status("matmul", "cpu fp32", 3.2)
         screen.show(ok("cpu fp32", "95 GFLOP/s"))
         shown = ""
-        while "95 GFLOP/s" not in shown:  # the output arrives in pieces
+        while "95 GFLOP/s" not in shown:  # split, because the output arrives in pieces
             shown += os.read(reader, 65536).decode()
     os.close(reader)
 
@@ -200,7 +200,7 @@ def test_the_running_check_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatc
     assert "\x1b[32mok" in shown
 
 
-def test_findings_are_wrapped_to_the_terminal_and_commands_are_not() -> None:
+def test_findings_are_wrapped_but_commands_are_not() -> None:
     from runner.tools.doctor.display import DoctorDisplay
     from runner.tools.doctor.findings import warn
 
@@ -227,9 +227,9 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:  # noqa: PTH123 - a descriptor
-        with pytest.raises(BrokenPipeError):  # which the command line ignores
+        with pytest.raises(BrokenPipeError):  # the command line ignores SIGPIPE
             DoctorDisplay(pipe).show(ok("cpu fp32", "95 GFLOP/s"))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # for the flush when it is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # so that closing the stream can flush it
 
 
 def is_running(pid: int) -> bool:

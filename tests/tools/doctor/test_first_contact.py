@@ -29,7 +29,7 @@ A100 = Device("cuda", 0, "NVIDIA A100", memory_bytes=40 << 30, capability=(8, 0)
 ABOUT_15_MS = UpdateTime((Part("all", 0.015, ""),))
 
 
-def test_all_checks_together_take_at_most_five_minutes() -> None:
+def test_all_checks_take_at_most_five_minutes() -> None:
     assert sum(check.limit_s for check in contact_checks(Request()).values()) <= 300
 
 
@@ -47,11 +47,11 @@ def test_a_format_counts_as_native_if_it_is_fast(device: Device, name: str, spee
     ("expected", "result", "state"),
     [("", "", "ok"), ("too old", "too old", "ok"), ("too old", "", "warn"), ("", "no kernel image", "warn")],
 )
-def test_a_kernel_that_contradicts_its_refusal_rules_is_a_difference(expected: str, result: str, state: str) -> None:
+def test_unexpected_kernel_support_is_a_difference(expected: str, result: str, state: str) -> None:
     assert compare_kernel("cuda:0 flash", expected, result).state == state
 
 
-def test_a_refused_kernel_is_reported_with_the_reason_given_by_torch() -> None:
+def test_rejected_kernels_have_the_reason_of_torch() -> None:
     disabled = "Memory Efficient attention has been runtime disabled."
     too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
     warned = [
@@ -66,7 +66,7 @@ def test_a_refused_kernel_is_reported_with_the_reason_given_by_torch() -> None:
     assert parse_refusal("cudnn", warned) == ""
 
 
-def test_a_failed_run_is_reported_by_its_error_and_not_by_an_earlier_note() -> None:
+def test_failed_runs_are_reported_by_their_error() -> None:
     error = "accel-run: AttributeError: no such thing"
     assert find_error("\n".join(["", "a note", error, "  more"])) == error
     assert find_error("Segmentation fault\n") == "Segmentation fault"
@@ -84,7 +84,7 @@ def test_memory_may_deviate_by_the_documented_tolerance(measured: int, state: st
      (None, 15.0, "skip"),
      (ABOUT_15_MS, None, "skip")],
 )  # fmt: skip
-def test_a_time_that_deviates_by_more_than_the_tolerance_is_a_difference(
+def test_times_beyond_the_tolerance_are_differences(
     expected: UpdateTime | None, measured_ms: float | None, state: str
 ) -> None:
     assert compare_time("cuda:0 update time", expected, measured_ms).state == state

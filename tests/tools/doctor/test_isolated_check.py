@@ -1,4 +1,4 @@
-"""Check processes: a crash or hang is a finding with the name of the check, and does not affect other checks."""
+"""A crash or hang of a check process is a finding with the name of the check, and does not affect other checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = "doctor/test_isolated_check.py"
 
 
 class Clock:
-    """A clock that advances only when a check hangs in its second subject, so no check times out on a busy machine."""
+    """A clock that advances only if the second subject of a check hangs, so no check times out on a busy machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Clock:
         return self.now
 
     def watch(self, name: str, subject: str, took_s: float) -> None:
-        """Advance the clock; an examination calls this while it waits for a check."""
+        """Advance the clock. An examination calls this while it waits for a check."""
         if name.startswith("hang") and subject == "two":
             self.now += LIMIT_S
 
@@ -45,7 +45,7 @@ def check(function: Callable[[CheckContext], Iterator[CheckResult]]) -> DoctorCh
 
 
 def run_all(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
-    """Run these checks and return the findings of each; fails if processes or files are left."""
+    """Run these checks and return their findings. Fails if processes or files are left."""
     before, clock = children(), Clock()
     checks = {name: check(function) for name, function in functions.items()}
     examination = Examination(checks, "auto", folder / "outputs", checks=checks, clock=clock)
@@ -56,7 +56,7 @@ def run_all(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckRe
 
 
 def breaking(end: Callable[[], object]) -> Callable[[CheckContext], Iterator[CheckResult]]:
-    """Return a check of three subjects that calls `end` at the second."""
+    """Return a check of three subjects that calls `end` at the second subject."""
 
     def function(context: CheckContext) -> Iterator[CheckResult]:
         for subject in context.each(SUBJECTS, str):
@@ -85,7 +85,7 @@ def hang() -> None:
 
 
 def with_a_child() -> None:
-    """Leave a process in a separate session and one that ignores signals, and crash."""
+    """Crash, leaving two processes in separate sessions, one of which ignores signals."""
     for args in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
         subprocess.Popen(args, start_new_session=True, stdout=subprocess.DEVNULL)
     crash()
@@ -93,10 +93,10 @@ def with_a_child() -> None:
 
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "raises": (lambda: {}["key"], "KeyError: 'key', at doctor/test_isolated_check.py:"),
-    "refuses": (refuse, "compile: needs a compiler"),
-    "leaves": (lambda: sys.exit(3), "SystemExit: 3"),
-    "leaves at once": (lambda: os._exit(3), "exited with code 3"),
-    "leaves without a word": (lambda: os._exit(0), "exited with code 0"),
+    "rejects the machine": (refuse, "compile: needs a compiler"),
+    "exits": (lambda: sys.exit(3), "SystemExit: 3"),
+    "exits immediately": (lambda: os._exit(3), "exited with code 3"),
+    "exits without a message": (lambda: os._exit(0), "exited with code 0"),
     "crashes": (crash, "crashed (SIGSEGV), at"),
     "aborts": (os.abort, "crashed (SIGABRT), at doctor/test_isolated_check.py:"),
     "is killed": (
@@ -111,7 +111,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
-def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: str, tmp_path: Path) -> None:
+def test_an_early_exit_is_a_finding(name: str, tmp_path: Path) -> None:
     end, expected = ENDS[name]
     findings = run_all(tmp_path, broken=breaking(end), after=fine)
     one, two = findings["broken"]
@@ -124,14 +124,14 @@ def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: st
 
 
 @pytest.mark.slow
-def test_a_check_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_crashing_check_does_not_end_other_checks(tmp_path: Path) -> None:
     findings = run_all(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
     assert [each.state for each in findings["after"]] == ["ok"]
 
 
-def test_a_hang_is_reported_with_check_duration_and_line(tmp_path: Path) -> None:
-    """The process writes its stack before the limit by the real clock; then the virtual clock reaches the limit."""
+def test_a_hang_is_reported_with_duration_and_line(tmp_path: Path) -> None:
+    """By the real clock, the process writes its stack before the limit. Then the virtual clock reaches the limit."""
     written = tmp_path / "written"
 
     class Late(Clock):
@@ -152,7 +152,7 @@ def test_a_hang_is_reported_with_check_duration_and_line(tmp_path: Path) -> None
     assert re.search(rf" {HERE}:\d+ \(hang\)$", two.seen)
 
 
-def test_a_check_times_out_at_its_limit_and_not_before(tmp_path: Path) -> None:
+def test_a_check_times_out_at_its_limit(tmp_path: Path) -> None:
     took = []
 
     class Slow(Clock):
@@ -176,7 +176,7 @@ def test_a_process_that_ignores_signals_is_killed(tmp_path: Path) -> None:
     assert run_all(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
 
 
-def test_the_last_output_of_a_crash_is_reported(tmp_path: Path) -> None:
+def test_the_last_output_before_a_crash_is_reported(tmp_path: Path) -> None:
     def complain() -> None:
         os.write(2, b"CUDA error: device-side assert\nterminate called\n")
         os.abort()
@@ -222,7 +222,7 @@ def test_a_process_that_cannot_start_is_a_finding(tmp_path: Path, monkeypatch: p
     assert "Resource temporarily unavailable" in finding.seen
 
 
-def test_checks_that_need_torch_are_skipped_if_it_cannot_be_imported(tmp_path: Path) -> None:
+def test_checks_that_need_torch_are_skipped_without_torch(tmp_path: Path) -> None:
     checks = {
         "torch": check(breaking(crash)),
         "matmul": DoctorCheck(fine, "because", needs="torch"),

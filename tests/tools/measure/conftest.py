@@ -19,7 +19,7 @@ TIMED = (advisor, before_after, suite, selection, ladder, compare, tuner)
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure only a few short blocks, because the differences in tests are far above the noise."""
+    """Measure only a few short blocks, because differences in tests are far above the noise."""
     monkeypatch.setattr(suite, "ROUNDS", (3, 4))
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
 
@@ -33,7 +33,7 @@ def fork_servers() -> Iterator[VirtualForkServers]:
 
 @pytest.fixture(scope="module", autouse=True)
 def virtual_time(fork_servers: VirtualForkServers) -> Iterator[SharedVirtualTime]:
-    """Make variants forks of one process; they and the code that measures them use only virtual time."""
+    """Make all variants forks of one process. The variants and the code that measures them use only virtual time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", fork_servers)
         patch.setattr(fork_server, "wait", Wait(fork_servers.time))

@@ -1,4 +1,4 @@
-"""Virtual time: the processes of the compared variants share a clock with the process that measures them.
+"""A virtual clock that the processes of the compared variants share with the process that measures them.
 
 `time.sleep` returns immediately and advances the clock. Each time a variant reads the clock, the clock advances by
 `read_s`. Nothing else takes virtual time, so the results do not depend on how busy the machine is.
@@ -21,15 +21,15 @@ READ_S = 1e-4
 TICK_S = 1e-5  # like `read_s`, for a rank
 START_S = 1.0  # start-up time of a variant
 _WORKERS, _READ, _CLOCKS = 0, 8, 16  # offsets in the shared memory
-SLOTS = 251  # processes with nearby PIDs have separate slots
+SLOTS = 251  # so that processes with nearby PIDs have separate slots
 SIZE = _CLOCKS + 8 * SLOTS
 
 
 class SharedVirtualTime:
     """Replaces the module `time` in this process and in all processes that use the same shared memory.
 
-    The time is the sum of what all processes have added. Each adds to a separate slot: if two processes added to the
-    same number at once, one addend would be lost, and the clock would run backwards. A lock is not an option, because a
+    The time is the sum over all processes, each of which adds to a separate slot: if two processes added to the same
+    number at once, one addend would be lost, and the clock would run backwards. A lock is not an option, because a
     process may be stopped while it holds the lock.
 
     memory  file descriptor of an empty file, or of the memory of another instance
@@ -54,7 +54,7 @@ class SharedVirtualTime:
 
     @property
     def worker_sleep_fraction(self) -> float:
-        """The fraction of a data worker's sleep that advances the clock: 0 if reading overlaps computing, 1 if not."""
+        """The fraction of a data worker's sleep that advances the clock: 0 if reading overlaps computing, else 1."""
         return self._at(_WORKERS)
 
     @worker_sleep_fraction.setter
@@ -63,7 +63,7 @@ class SharedVirtualTime:
 
     @property
     def read_s(self) -> float:
-        """Seconds by which each reading of the clock in the main thread of a variant advances it."""
+        """Seconds by which the clock advances when the main thread of a variant reads it."""
         return self._at(_READ)
 
     @read_s.setter
@@ -76,13 +76,14 @@ class SharedVirtualTime:
         struct.pack_into("d", self._shared, slot, self._at(slot) + seconds)
 
     def install(self) -> None:
-        """Make this process, in which a variant starts, use only virtual time."""
+        """Make this process, which runs a variant, use only virtual time."""
         self._cell = os.getpid()
         for name in ("monotonic", "perf_counter", "sleep"):
             setattr(real_time, name, getattr(self, name))
 
     def install_for_ranks(self) -> None:
-        """Give a separate clock to each rank that this process forks; in a collective, all advance to the latest one.
+        """Give a separate clock to each rank that this process forks. In a collective, all clocks advance to the latest
+        one.
 
         The clock of the first rank advances this clock.
         """
@@ -101,7 +102,7 @@ class SharedVirtualTime:
             setattr(real_time, name, function)
 
     def monotonic(self) -> float:
-        """Return the time; in the main thread of a variant, advance the clock by `read_s` first."""
+        """Return the time. In the main thread of a variant, first advance the clock by `read_s`."""
         if os.getpid() == self._cell and threading.current_thread() is threading.main_thread():
             self.advance(self.read_s)
         return self.now
@@ -109,7 +110,7 @@ class SharedVirtualTime:
     perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
-        """Advance the clock; a data worker advances it by a fraction of the time."""
+        """Advance the clock. A data worker advances it by a fraction of the time."""
         if os.getpid() == self._cell or not self._cell:
             self.advance(seconds)
         elif self.worker_sleep_fraction:
@@ -120,7 +121,7 @@ class SharedVirtualTime:
 
 
 class Wait:
-    """Replaces `multiprocessing.connection.wait`: its timeout is in virtual time."""
+    """Replaces `multiprocessing.connection.wait`, with a timeout in virtual time."""
 
     def __init__(self, time: SharedVirtualTime) -> None:
         self._time = time
@@ -131,5 +132,5 @@ class Wait:
         assert ready, "a process did not reply"
         if self._time.now <= until:
             return ready
-        self._time.advance(until - self._time.now)  # the wait has timed out by then
+        self._time.advance(until - self._time.now)  # the wait timed out
         return []

@@ -1,4 +1,4 @@
-"""A task whose costs per micro-batch, sample and data row, and whose memory limit, are set by a test."""
+"""A task with a configurable memory limit and configurable times per micro-batch, sample and data row."""
 
 from __future__ import annotations
 

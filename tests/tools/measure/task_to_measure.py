@@ -1,4 +1,4 @@
-"""A task that sleeps, fails or synchronizes as a test specifies."""
+"""A task that sleeps, fails or synchronizes, as configured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Measured(Task):
         raises_at: int,
     ) -> None:
         self.sleep_ms, self.sample_ms, self.scale, self.items = sleep_ms, sample_ms, scale, items
-        self.gradient = gradient  # factor of the gradient; does not change the loss
+        self.gradient = gradient  # scales the gradient without changing the loss
         self.dies_at, self.raises_at = dies_at, raises_at
         self.calls = 0
         self.model = nn.Linear(8, 8)

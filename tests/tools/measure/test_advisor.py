@@ -1,4 +1,4 @@
-"""`accel-run advise`: only changes measured as faster are advised, and the profile it writes composes and applies."""
+"""`accel-run advise` recommends only changes that were measured as faster, and the profile that it writes applies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 2, 2, 2**33)
 
 
-def tried(rule: str, args: str, gain: float, *, width: float = 0.02, differ: bool = False) -> TriedCandidate:
+def make_trial(rule: str, args: str, gain: float, *, width: float = 0.02, differ: bool = False) -> TriedCandidate:
     numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
     outcome = TrialOutcome(Ratio(gain, gain - width, gain + width, 12), numerics)
     return TriedCandidate(rule, Candidate(tuple(args.split())), outcome)
@@ -59,11 +59,11 @@ def first_of(result: Advice) -> str:
     return result.entries[0].finding.rule
 
 
-WORKERS = tried("data wait", "dataloader.num_workers=2", 1.34)
-MORE_WORKERS = tried("data wait", "dataloader.num_workers=1", 1.2)
-THREADS = tried("too many threads", "backend.threads=1", 1.1)
-NOTHING = tried("precision", "precision=bf16", 1.0)
-WRONG = tried("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
+WORKERS = make_trial("data wait", "dataloader.num_workers=2", 1.34)
+MORE_WORKERS = make_trial("data wait", "dataloader.num_workers=1", 1.2)
+THREADS = make_trial("too many threads", "backend.threads=1", 1.1)
+NOTHING = make_trial("precision", "precision=bf16", 1.0)
+WRONG = make_trial("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
 
 
 def test_only_clearly_faster_equivalent_settings_are_advised() -> None:
@@ -98,7 +98,7 @@ def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) 
     shown("\n".join(format_advice(advice(NOTHING))), name="nothing")
 
 
-def test_the_report_shows_gains_with_intervals_and_settings_that_are_not_advised(shown: Callable[..., None]) -> None:
+def test_the_report_shows_gains_and_rejected_settings(shown: Callable[..., None]) -> None:
     lines = "\n".join(format_advice(advice(WORKERS, NOTHING, WRONG)))
     shown(lines)
     assert lines.isascii()
@@ -117,7 +117,7 @@ NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_si
 RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
 
 
-def test_timings_of_update_parts_are_used_completely_or_not_at_all() -> None:
+def test_incomplete_timings_are_not_used() -> None:
     assert complete_evidence(RUN, NOW) == RUN
     for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
         assert complete_evidence(unmade, NOW) == replace(NOW, num_threads=2)
@@ -160,7 +160,7 @@ def measured(
 
 
 def test_rare_events_are_not_judged_by_short_blocks() -> None:
-    """A trial without saves cannot contradict a run that spent a third of its time on saves."""
+    """A trial without checkpoints cannot contradict a run that spent a third of its time on them."""
     saves = Candidate(("checkpoint.every=auto",))
     result = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
     seen = ComparisonResult(
@@ -175,7 +175,7 @@ def test_rare_events_are_not_judged_by_short_blocks() -> None:
     assert judge_candidate(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
 
 
-def test_a_setting_with_a_slower_start_is_advised_only_if_it_is_amortized() -> None:
+def test_slower_starts_must_be_amortized() -> None:
     cache = Candidate(("dataloader.cache=memory",))
     result = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
@@ -183,7 +183,7 @@ def test_a_setting_with_a_slower_start_is_advised_only_if_it_is_amortized() -> N
 
     assert outcome.later_s == pytest.approx(5.0)
     assert outcome.pays_at == 500
-    assert not outcome.is_advised, "the training has 400 updates"
+    assert not outcome.is_advised, "training ends after 400 updates"
 
 
 # ---------------------------------------------------------------- the table of criteria
@@ -199,7 +199,7 @@ def test_channels_are_recognized_in_either_memory_layout(shape: list[int], chann
     assert (rows["channels"], rows["pixels per side"]) == (channels, side)
 
 
-def test_device_criteria_apply_thresholds_and_skip_unknown_values() -> None:
+def test_device_criteria_skip_unknown_values() -> None:
     small = Evidence(num_samples=80, global_batch_size=4, epochs=20.0)
     batch = {"input_shape": (4, 200, 64, 64), "loss_terms": 1}
 
@@ -270,9 +270,7 @@ def test_a_profile_keeps_earlier_selections(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_profile_written_by_the_program_is_replaced_and_other_files_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_generated_profiles_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of("dataloader.num_workers=2"), Request(), "mine")
     write_profile(profile_of("backend.threads=1"), Request(), "mine")
@@ -310,7 +308,7 @@ def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: py
         ("task=gtp", 78, "gpt"),
     ],
 )
-def test_typos_get_suggestions_before_anything_is_measured(
+def test_typos_get_suggestions_before_measurements(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -324,15 +322,15 @@ def test_typos_get_suggestions_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:
-    """Return a run directory with these files."""
+def make_run(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:
+    """Create a run directory with these files."""
     folder.mkdir(exist_ok=True)
     for name, text in (("run.json", record), ("overrides.yaml", args), ("plan.json", plan)):
         (folder / name).write_text(text)
     return RunDirectory.join(folder)
 
 
-def test_measurements_of_a_failed_run_are_used_with_a_note(
+def test_measurements_of_a_failed_run_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[AdviceInputs] = []
@@ -345,7 +343,7 @@ def test_measurements_of_a_failed_run_are_used_with_a_note(
     monkeypatch.setattr("runner.tools.measure.advisor.advise", noted)
     (tmp_path / "outputs").mkdir()
     content = {"task": "gpt", "overrides": [], "evidence": encode(replace(RUN, unfinished=True))}
-    left_by(tmp_path / "outputs" / "first", json.dumps(content))
+    make_run(tmp_path / "outputs" / "first", json.dumps(content))
 
     assert run(["run=first"]) == 0
 
@@ -377,7 +375,7 @@ def test_a_planted_wait_is_found_and_tried(
 
 
 @pytest.mark.slow
-def test_advice_without_time_for_trials_reports_the_short_budget(
+def test_a_budget_without_time_for_trials_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -391,7 +389,7 @@ def test_advice_without_time_for_trials_reports_the_short_budget(
 
 
 @pytest.mark.slow
-def test_advice_uses_the_settings_of_a_run_without_changing_it(
+def test_advice_does_not_change_the_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = str(PLANTED / "layers.py")

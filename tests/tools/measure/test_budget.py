@@ -1,4 +1,4 @@
-"""The budget of comparisons: it is kept whatever the start-up times, and the suggested larger budget suffices."""
+"""Comparisons stay within their budget, whatever the start-up times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class FakeProcess(VariantProcess):
-    """A variant with times set by overrides: `start_s`, `compile` (a start 10 times as long), `update_s`, `noise`."""
+    """A variant whose overrides set its times: `start_s`, `compile` (a start 10 times as long), `update_s`, `noise`."""
 
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # no process is forked
         self.number, self.clock, self._clock, self.deadline, self.order = number, clock, clock, until, dict[str, Any]()
@@ -90,7 +90,7 @@ class FakeProcesses(Comparison):
 
 
 def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: float) -> Ratio:
-    """Return an interval of `half_width` if all blocks are equal, and one that stays wide if not."""
+    """Return an interval of `half_width` if all blocks are equal, otherwise a wide one."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
     return (
         Ratio(1.0, 1.0 - half_width, 1.0 + half_width, len(ours_ms))
@@ -139,7 +139,7 @@ UNLIKE = st.tuples(st.lists(st.floats(0.5, 20.0), min_size=2, max_size=8), *OTHE
 ON_FAKES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def planted(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Variant]:
+def make_variants(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Variant]:
     return [
         make_variant(f"variant {at}", start_s, update_s, noise=noise, compiles=0 < at <= compiling)
         for at, start_s in enumerate(starts)
@@ -152,10 +152,10 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
 def test_no_variant_exceeds_the_budget(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool], budget_s: float
 ) -> None:
-    """Only the start of the baseline, which is always needed, and a last block may exceed it."""
+    """Only the start of the baseline, which is always needed, and the last block may exceed the budget."""
     starts, update_s, noise, compiling, together = costs
 
-    trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, interleave=together)
+    trials = measured(fake(), make_variants(starts, update_s, noise, compiling), budget_s, interleave=together)
 
     last = max(each.turn_s for each in trials.variants) * (1 + noise)
     assert trials.seconds <= max(budget_s, trials.baseline.startup.taken_s) + last
@@ -165,7 +165,7 @@ def test_no_variant_exceeds_the_budget(
 
 
 def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
-    """The start of a compiled variant would use the time of many others."""
+    """Starting a compiled variant takes the time of many others."""
     begun: list[str] = []
     variants = [
         make_variant("base", 1),
@@ -178,12 +178,14 @@ def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
         trials = comparison.compare(variants, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starting a", "starting b", "starting compiles"]
-    assert [each.name for each in trials.variants] == [each.name for each in variants], "reported in the given order"
+    assert [each.name for each in trials.variants] == [each.name for each in variants], (
+        "results must be in the given order"
+    )
     assert untried(trials) == []
 
 
 def test_spare_time_is_used_for_waiting_variants(fake: Callable[[], Comparison]) -> None:
-    """Half of the budget is reserved for rounds; if intervals become narrow early, waiting variants use the rest."""
+    """Half of the budget is reserved for rounds. If intervals become narrow early, waiting variants use the rest."""
     variants = [make_variant(f"variant {at}", 5.0) for at in range(8)]
 
     assert untried(measured(fake(), variants, 80.0)) == []
@@ -191,7 +193,7 @@ def test_spare_time_is_used_for_waiting_variants(fake: Callable[[], Comparison])
     assert untried(measured(fake(), restless, 80.0, rounds=(6, 60))) != []
 
 
-def test_a_start_that_takes_too_long_is_ended_and_the_others_are_measured(
+def test_slow_starts_are_ended(
     fake: Callable[[], Comparison],
 ) -> None:
     variants = [make_variant("base", 1.0), make_variant("slow", 1000.0), make_variant("quick", 1.0)]
@@ -216,8 +218,8 @@ def test_at_most_half_of_the_time_is_spent_on_restarts(fake: Callable[[], Compar
     assert 8 <= comparison.num_started <= 60 / 2.0 + 2
 
 
-def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], Comparison]) -> None:
-    """Otherwise a change could not be attributed to one of them."""
+def test_all_variants_restart_together(fake: Callable[[], Comparison]) -> None:
+    """Otherwise, a change could not be attributed to a variant."""
     variants = [
         make_variant("base", 2.0, 0.1, noise=0.5),
         make_variant("other", 2.7, 0.1, noise=0.5),
@@ -233,10 +235,10 @@ def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], C
     assert trials.measured_spread.freedom >= 4
 
 
-def test_variants_that_cannot_restart_are_compared_by_their_blocks(
+def test_variants_that_cannot_restart_keep_their_blocks(
     fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No blocks are lost if a process that is not needed fails to start."""
+    """No blocks are lost if the restart of a process fails."""
     full = "the disk is full"
     for name in ("other", "base"):
         begun: Counter[str] = Counter()
@@ -287,26 +289,26 @@ def test_no_variant_restarts_if_its_baseline_has_ended(
 
 
 def test_suspended_variants_are_measured_again(fake: Callable[[], Comparison]) -> None:
-    """Their blocks agree but come from one process each; the spread between processes is measured after all starts."""
+    """Until all variants have started, each has blocks of only one process, which do not show the process spread."""
     variants = [make_variant(f"variant {at}", 5.0, 0.1) for at in range(8)]
 
     trials = measured(fake(), variants, 90.0, rounds=(6, 60))
     longer = measured(fake(), variants, 400.0, rounds=(6, 60))
 
     assert untried(trials) == []
-    assert all(8 <= len(each.blocks) <= 20 for each in trials.variants), "not 6, and the last one all the others"
+    assert all(8 <= len(each.blocks) <= 20 for each in trials.variants), "rounds must not be left to the last variant"
     assert all(len(set(processes_of(each))) >= 2 for each in longer.variants)
     assert all(len(each.blocks) <= 60 for each in longer.variants[1:])
 
 
-def test_time_too_short_for_waiting_variants_is_used_by_others(fake: Callable[[], Comparison]) -> None:
+def test_time_too_short_for_a_start_is_used_for_rounds(fake: Callable[[], Comparison]) -> None:
     variants = [make_variant(f"variant {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
 
     trials = measured(fake(), variants, 130.0, rounds=(6, 60))
 
     assert untried(trials) != []
     assert trials.seconds > 120
-    assert all(len(each.blocks) > 12 for each in trials.variants if not each.why_not), "narrow by their blocks alone"
+    assert all(len(each.blocks) > 12 for each in trials.variants if not each.why_not), "more blocks than needed"
     assert not any(each.is_short for each in trials.variants)
 
 
@@ -331,17 +333,17 @@ def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[],
     lives = {each.name: len(set(processes_of(each))) for each in trials.variants}
     assert lives["long"] <= 2
     assert min(lives["base"], lives["quick"]) >= 4
-    assert trials.of("long").startup.taken_s > 40, "the duration of its first start"
+    assert trials.of("long").startup.taken_s > 40, "the duration of the first start"
     assert trials.seconds <= 161
 
 
 @pytest.mark.parametrize("start_s", [25.0, 290.0])
-def test_the_comparison_waits_for_a_baseline_that_starts_slowly(start_s: float, fake: Callable[[], Comparison]) -> None:
-    """Nothing can be compared without it: the limit for the start of a variant is not for the baseline."""
+def test_a_slow_start_of_the_baseline_is_awaited(start_s: float, fake: Callable[[], Comparison]) -> None:
+    """The start limit of variants does not apply to the baseline, without which nothing can be compared."""
     result = measured(fake(), [make_variant("baseline", start_s), make_variant("quick", 1.0)], 900.0, start_s=20.0)
     assert all(len(each.blocks) >= MIN_ROUNDS for each in result.variants)
 
 
-def test_the_start_limit_of_the_baseline_is_at_least_that_of_other_variants(fake: Callable[[], Comparison]) -> None:
+def test_the_baseline_has_at_least_the_start_limit(fake: Callable[[], Comparison]) -> None:
     result = measured(fake(), [make_variant("baseline", 400.0), make_variant("other", 400.0)], 4000.0, start_s=500.0)
     assert all(each.blocks for each in result.variants)

@@ -1,4 +1,4 @@
-"""Comparisons: variants are interleaved, report their actual settings, and fail independently of each other."""
+"""Compared variants are interleaved, report their actual settings, and fail independently."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_faster_technique_is_found(trials: ComparisonResult) -> None:
     assert ratio.low > 1.1, "each update sleeps for 4 ms, and computes for less"
 
 
-def test_running_variants_take_part_in_every_round(trials: ComparisonResult) -> None:
+def test_running_variants_run_in_every_round(trials: ComparisonResult) -> None:
     assert trials.mode == "interleaved"
     rounds = set(trials.baseline.blocks)
     assert len(rounds) >= 3
@@ -112,8 +112,8 @@ OTHERS = {
 
 
 @pytest.mark.slow
-def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(comparison: Comparison) -> None:
-    """The losses of the first updates of a warm-up do not show what the optimizer does."""
+def test_different_weights_are_flagged_despite_equal_losses(comparison: Comparison) -> None:
+    """During warm-up, the losses of the first updates do not show the effect of the optimizer."""
     variants = [Variant("as it is"), *(Variant(name, args) for name, args in OTHERS.items())]
 
     actual = comparison.compare(variants, LIMITS, lambda _: None)
@@ -133,7 +133,7 @@ def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(compar
 @pytest.mark.parametrize(
     ("name", "reason"), [("unknown", "nonsense=1: unknown key"), ("dies", "exit code 9"), ("raises", "as planned")]
 )
-def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, reason: str) -> None:
+def test_a_failed_variant_has_a_reason(trials: ComparisonResult, name: str, reason: str) -> None:
     assert reason in trials.of(name).why_not
     assert trials.ratio(trials.of("quick")) is not None
 
@@ -146,7 +146,7 @@ def test_start_first_update_and_warm_up_are_separated(trials: ComparisonResult) 
     assert quick.startup.warm_up_s >= LIMITS.block_s
 
 
-def test_a_variant_reports_what_it_used(trials: ComparisonResult) -> None:
+def test_variants_report_their_usage(trials: ComparisonResult) -> None:
     opened, report = trials.baseline.opened, trials.baseline.report
 
     assert opened["values"]["precision"] == "fp32"
@@ -156,7 +156,7 @@ def test_a_variant_reports_what_it_used(trials: ComparisonResult) -> None:
     assert len(report["losses"]) == 8
 
 
-def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, comparison: Comparison) -> None:
+def test_comparisons_leave_no_processes_or_files(trials: ComparisonResult, comparison: Comparison) -> None:
     fork_servers = [fork_server for server in psutil.Process().children() for fork_server in server.children()]
     assert fork_servers
     assert [child for fork_server in fork_servers for child in fork_server.children()] == []
@@ -165,8 +165,8 @@ def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, co
     assert not Path("outputs").exists() or not list(Path("outputs").glob("variant*"))
 
 
-def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:
-    """Each update is timed separately, and their sum is the time of the block."""
+def test_update_times_add_up_to_the_block(trials: ComparisonResult) -> None:
+    """Updates are timed separately."""
     for variant in (trials.baseline, trials.of("quick")):
         for block in variant.blocks.values():
             assert len(block.updates_ms) == min(variant.updates, MAX_TIMED_UPDATES)
@@ -207,7 +207,7 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
 
 
 @pytest.mark.slow
-def test_variants_that_do_not_fit_into_memory_together_run_in_turn(comparison: Comparison) -> None:
+def test_variants_run_in_turn_if_memory_is_short(comparison: Comparison) -> None:
     limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False)
 
     actual = comparison.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
@@ -221,7 +221,7 @@ def test_variants_that_do_not_fit_into_memory_together_run_in_turn(comparison: C
 
 @pytest.mark.slow
 def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts show differences between processes that run the same code."""
+    """Restarts reveal differences between processes that run the same code."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
     before, folders = comparison.num_started, set(comparison.folder.glob("variant-*"))
 
@@ -231,13 +231,13 @@ def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: py
     assert comparison.num_started - before >= 4
     for variant in actual.variants:
         order = [block.process for block in variant.blocks.values()]
-        assert order == sorted(order), "a process that has ended runs no more blocks"
+        assert order == sorted(order), "an ended process runs no more blocks"
         assert len(set(order)) >= 2
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
     left = set(comparison.folder.glob("variant-*")) - folders
-    assert len(left) <= 2, "files of replaced processes have been deleted"
+    assert len(left) <= 2, "files of replaced processes are deleted"
     assert actual.spread.freedom > PRIOR_SPREAD.freedom
-    assert comparison.prior_spread.freedom >= actual.spread.freedom, "the estimate is used in the next comparison"
+    assert comparison.prior_spread.freedom >= actual.spread.freedom, "the next comparison uses the estimate"
     numerics = actual.numerics(actual.of("wrong"))
     assert numerics is not None
     assert numerics.differ
@@ -250,20 +250,20 @@ def test_a_baseline_that_cannot_be_measured_is_an_error(comparison: Comparison) 
 
 
 def test_a_suspended_variant_computes_nothing(comparison: Comparison) -> None:
-    """Neither the variant nor its data workers run during the turn of the next one."""
+    """Neither the variant nor its data workers run while another variant is measured."""
     with comparison.open_variant(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
         process = ask.__self__  # type: ignore[attr-defined]
         process.pause()
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(family) > 1
-        wait_until(lambda: {each.status() for each in family} == {psutil.STATUS_STOPPED}, "all of it is stopped")
+        wait_until(lambda: {each.status() for each in family} == {psutil.STATUS_STOPPED}, "all processes are stopped")
         process.resume()
         assert ask({"do": "run", "updates": 1})["updates"] == 1
 
 
 @pytest.mark.usefixtures("real_time")
 def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
-    """The kernel ends them, because no handler runs in a killed process."""
+    """The kernel ends the variants, because a killed process runs no handlers."""
     ready, started = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -282,7 +282,7 @@ def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
         variant = int(pipe.readline())
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    wait_until(lambda: not psutil.pid_exists(variant), "the variant has ended")
+    wait_until(lambda: not psutil.pid_exists(variant), "the end of the variant")
 
 
 def test_the_probe_measures_samples_and_shapes(comparison: Comparison) -> None:
@@ -298,7 +298,7 @@ def test_the_probe_measures_samples_and_shapes(comparison: Comparison) -> None:
 
 
 def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:
-    """Blocks of a much faster variant are long enough that wake-up time does not dominate."""
+    """Blocks of much faster variants have more updates, so that wake-up time does not dominate."""
     quick, slow = trials.of("quick"), trials.baseline
 
     assert quick.updates > slow.updates
@@ -306,10 +306,10 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
 
 
 @pytest.mark.slow
-def test_batches_prefetched_while_suspended_do_not_count(
+def test_updates_with_prefetched_batches_are_untimed(
     comparison: Comparison, virtual_time: SharedVirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Disk and network requests continue while a process is stopped, so the batches they fetched are not timed."""
+    """Disk and network requests continue while a process is suspended, so updates with their results are untimed."""
     far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting, 4 ms of computing
     variants = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
 
@@ -321,7 +321,7 @@ def test_batches_prefetched_while_suspended_do_not_count(
     assert reader.untimed > reader.opened["ahead"] > 0
     assert reader.updates >= 4 * reader.opened["ahead"]
     assert ratio is not None
-    assert ratio.middle < 28 / 24 * 1.1, "at most the computation is hidden"
+    assert ratio.middle < 28 / 24 * 1.1, "only computation can be hidden"
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ def test_a_block_includes_periodic_work_if_there_is_time(comparison: Comparison)
     assert [variant.covers("checkpoint") for variant in actual.variants] == [True, False, False]
 
 
-def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(comparison: Comparison) -> None:
+def test_too_slow_updates_are_not_started(comparison: Comparison) -> None:
     """A block of such updates would take longer than the budget, so none is started."""
     slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
     budget_s = 20.0
@@ -355,7 +355,7 @@ def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(comparison: C
 
 
 @pytest.mark.slow
-def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) -> None:
+def test_blocks_that_would_miss_the_deadline_are_not_started(comparison: Comparison) -> None:
     variants = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
     limits = CompareLimits(budget_s=15, rounds=(60, 60), block_s=0.5)
 
@@ -366,7 +366,7 @@ def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) ->
 
 
 @pytest.mark.slow
-def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison: Comparison) -> None:
+def test_variants_that_start_too_slowly_are_ended(comparison: Comparison) -> None:
     variants = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
 
     actual = comparison.compare(variants, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
@@ -377,10 +377,10 @@ def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison:
 
 
 @pytest.mark.slow
-def test_available_cores_are_limited_by_affinity_and_cgroup(
+def test_resources_are_limited_by_affinity_and_cgroup(
     comparison: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container with little memory, variants are not started together even if the machine had room for them."""
+    """In a container with little memory, variants are not interleaved, whatever the memory of the machine."""
     assert 0 < trials.num_cores <= psutil.cpu_count()
     monkeypatch.setattr(
         host, "cgroup_memory_limit", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26)
@@ -394,7 +394,7 @@ def test_available_cores_are_limited_by_affinity_and_cgroup(
     assert host.memory_bytes() == device_bytes(torch.device("cpu")) == 2**27
 
 
-def test_a_variant_has_only_its_share_of_the_cores() -> None:
+def test_variants_are_bound_to_their_share_of_cores() -> None:
     with Comparison(Request(SETTINGS, TASK), cores=1) as made:
         workers = Variant("workers", ("dataloader.num_workers=1",))
         with made.open_variant(workers, LIMITS) as (ask, _):
@@ -406,8 +406,8 @@ def result(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
     return VariantResult(Variant(name, against=against), blocks(ms))
 
 
-def test_compared_variants_run_until_the_result_is_known() -> None:
-    """A size that is ten times slower than the first is out, but not before it is compared with its own rival."""
+def test_compared_variants_run_until_the_result_is_clear() -> None:
+    """A size that is ten times slower than the first one is left out only after the comparison with its rival."""
     noisy, even = [80.0, 120.0] * 4, [100.0] * 8
     first, rival, second, other = (
         result("small a", [10.0] * 8),
@@ -425,13 +425,13 @@ def test_compared_variants_run_until_the_result_is_known() -> None:
     leave_out(trials, 60)
     assert [variant.is_out for variant in trials.variants] == [False, True, True, True]
 
-    other.is_out, second.why_not = False, "the memory is used up"
+    other.is_out, second.why_not = False, "out of memory"
     leave_out(trials, 60)
     assert other.is_out
 
 
 def test_a_zero_reading_does_not_cause_long_blocks() -> None:
-    """On a busy machine a short update may consist of run-queue wait only, as if it had taken no time."""
+    """On a busy machine, a short update may consist only of run-queue wait, and so seem to take no time."""
     made: list[int] = []
 
     def make(updates: int, _: float) -> float:
@@ -446,7 +446,7 @@ def test_a_zero_reading_does_not_cause_long_blocks() -> None:
 
 
 class HangingServer:
-    """In place of the fork server: its process blocks until the test closes the pipe."""
+    """Replaces the fork server. Its process blocks until the test closes the pipe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -456,7 +456,7 @@ class HangingServer:
         ready, is_ready = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.setsid()  # as a variant does: it is killed with its session
+            os.setsid()  # like a variant, which is killed with its session
             os.close(self.writes)
             stacks.dump_on_signal(self.folder)
             os.write(is_ready, b"x")
@@ -475,7 +475,7 @@ class HangingServer:
 
 
 @pytest.mark.usefixtures("real_time")
-def test_a_process_that_does_not_reply_is_described_by_its_command(tmp_path: Path) -> None:
+def test_reply_timeouts_name_the_command(tmp_path: Path) -> None:
     server = HangingServer(tmp_path)
     try:
         process = VariantProcess(server, 1, time.monotonic, math.inf)  # type: ignore[arg-type]

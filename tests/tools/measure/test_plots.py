@@ -52,7 +52,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def row(column: Sequence[float], *ratio: float, is_wrong: bool = False, task: str = "") -> LadderRow:
-    """Return a row with these times and this ratio: middle, low, high."""
+    """Return a row with these times and the ratio (middle, low, high)."""
     numerics = Numerics(1.0, 1.0, 1.0, tolerance=0.1) if is_wrong else None
     outcome = TrialOutcome(Ratio(*ratio, num=10) if ratio else None, numerics)
     return LadderRow(outcome=outcome, usage=Usage(device_name="a card"), updates_ms=tuple(column), task=task)
@@ -67,7 +67,7 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Results:
-    """Twenty techniques with long names, columns of different lengths, and a slow first step as in compilation."""
+    """Twenty techniques with long names, columns of different lengths, and a slow first step, as with compilation."""
     made = Results(tmp_path, "crowd-")
     names = [BASELINE, *(f"{LONG}{number}" if number % 2 else f"t{number}" for number in range(19))]
     columns = {name: [1e4, *[100.0 / (1 + number)] * (10 + 7 * number)] for number, name in enumerate(names)}
@@ -82,7 +82,7 @@ def crowd(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def sessions(results: Results) -> Results:
-    """A table in which one technique was measured again in a later session with a new baseline."""
+    """A table in which one technique was measured again, in a later session with a new baseline."""
     rows = {BASELINE: row([60.0] * 4, task="nmt"), "bf16": row([50.0] * 4, 1.2, 1.1, 1.3, task="nmt")}
     results.put(rows, is_main=False)
     return results
@@ -138,7 +138,7 @@ def test_plots_are_written_to_the_folder_of_the_results(results: Results) -> Non
         assert 300 < height < 2000
 
 
-def test_a_plot_names_the_task_only_if_the_results_do(results: Results, tmp_path: Path) -> None:
+def test_plots_name_the_task_if_known(results: Results, tmp_path: Path) -> None:
     for figure in make_figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
     bare = Results(tmp_path / "bare")
@@ -152,13 +152,13 @@ def test_an_outdated_plot_is_removed(results: Results) -> None:
     draw_plots(results)
     results.clean()
     results.file("speedup.png").write_bytes(b"an earlier one")
-    results.put({"bf16": row([2.0])})  # without a baseline there is no speedup
+    results.put({"bf16": row([2.0])})  # there is no speedup without a baseline
     draw_plots(results)
 
     assert not results.file("speedup.png").exists()
 
 
-def test_without_results_the_command_that_creates_them_is_shown(tmp_path: Path) -> None:
+def test_the_benchmark_command_is_suggested_without_results(tmp_path: Path) -> None:
     empty = Results(tmp_path)
     with pytest.raises(InputMissing, match="there are no results yet"):
         draw_plots(empty)
@@ -167,7 +167,7 @@ def test_without_results_the_command_that_creates_them_is_shown(tmp_path: Path) 
         draw_plots(empty)
 
 
-def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
+def test_techniques_without_a_baseline_have_no_bars(tmp_path: Path) -> None:
     alone = Results(tmp_path)
     alone.put({"bf16": row([3.0])})
 
@@ -177,7 +177,7 @@ def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- lines
 
 
-def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Results) -> None:
+def test_each_technique_has_a_line_of_all_steps(results: Results) -> None:
     figure = make_figures(results)["steps.png"]
     (axes,) = figure.axes
 
@@ -282,7 +282,7 @@ def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> Non
         0.0: pytest.approx((2.4, 2.6)), 1.0: pytest.approx((1.9, 2.2)), 3.0: pytest.approx((0.85, 0.95)),
     }  # fmt: skip
     assert values(axes) == ["2.50 [2.40, 2.60]", "2.00 [1.90, 2.20]", "1.00", "0.90 [0.85, 0.95]"]
-    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first is on top"
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first technique is at the top"
     assert "95% interval" in notes(axes)
 
 
@@ -304,7 +304,7 @@ def test_bar_colors_show_significance(results: Results, screen: Callable[..., No
     screen("\n".join(legend_of(figure)))
 
 
-def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -> None:
+def test_bars_use_medians_without_measured_ratios(tmp_path: Path) -> None:
     bare = Results(tmp_path)
     bare.put({name: row(column) for name, column in COLUMNS.items()})
 
@@ -328,7 +328,7 @@ def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
 # ---------------------------------------------------------------- outliers
 
 
-def test_a_technique_ten_times_as_slow_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_very_slow_technique_does_not_hide_the_others(tmp_path: Path) -> None:
     made = Results(tmp_path)
     columns = {BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}
     made.put({name: row(column) for name, column in columns.items()})
@@ -341,7 +341,7 @@ def test_a_technique_ten_times_as_slow_does_not_hide_the_others(tmp_path: Path) 
     assert low < 60
     assert high > 1100
     norm = drawn["heatmap.png"].axes[0].collections[0].norm
-    assert norm(110.0) - norm(60.0) > 0.2, "distinguishable, although the maximum is 1100"
+    assert norm(110.0) - norm(60.0) > 0.2, "they stay distinguishable, although the maximum is 1100"
 
 
 # ---------------------------------------------------------------- readability
@@ -368,7 +368,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.usefixtures("full_resolution")
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
-def test_labels_neither_overlap_nor_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
+def test_labels_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
     of = make_figures(request.getfixturevalue(which))
     if name not in of:
         pytest.skip("nothing to draw")
@@ -382,7 +382,7 @@ def test_labels_neither_overlap_nor_leave_the_plot(request: pytest.FixtureReques
         assert frame.y0 - 1 <= box.y0 <= box.y1 <= frame.y1 + 1, text
     for (first, a), (second, b) in combinations(result, 2):
         width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
-        assert width < 1 or height < 1, f"{first!r} lies on {second!r}"
+        assert width < 1 or height < 1, f"{first!r} overlaps {second!r}"
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_any_times_and_any_facts_can_be_drawn(
 
 
 @pytest.mark.slow
-def test_a_prefix_applies_to_plots_of_results_without_a_prefix(tmp_path: Path) -> None:
+def test_a_prefix_applies_to_plots_of_other_results(tmp_path: Path) -> None:
     Results(tmp_path).put({name: row(column) for name, column in COLUMNS.items()})
     assert main(["benchmark", "plots", f"folder={tmp_path}", "prefix=mine-"]) == 0
     assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(f"mine-{name}" for name in PICTURES)
@@ -433,7 +433,7 @@ def test_plots_of_a_published_csv_need_no_json(tmp_path: Path) -> None:
      ("step,a,a\n1,2,3\n", "'a'"), ("step,a\n1,inf\n", "'a'"), ("n,a\n1,2\n", "step"), ("step,a\n1,2,3\n", "csv"),
      ("step,a\n1,\x00\n", "csv")],
 )  # fmt: skip
-def test_a_csv_without_times_is_refused(tmp_path: Path, text: str, column: str) -> None:
+def test_a_csv_without_times_is_rejected(tmp_path: Path, text: str, column: str) -> None:
     found = Results(tmp_path)
     found.csv.write_text(text)
     with pytest.raises(DataError, match=column):

@@ -1,4 +1,4 @@
-"""Result files: measurements are never lost, and damaged results are reported and not changed."""
+"""Result files never lose measurements; damaged results are reported and not changed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def fresh() -> Iterator[Any]:
-    """Yield a function that returns results in a new folder, because hypothesis shares fixtures between examples."""
+    """Yield a function that returns results in a new folder, because Hypothesis shares fixtures between examples."""
     with tempfile.TemporaryDirectory() as folder:
         count = iter(range(10**6))
         yield lambda: Results(Path(folder) / str(next(count)))
@@ -109,7 +109,7 @@ def test_a_remeasured_technique_replaces_only_its_column(fresh: Any) -> None:
     law()
 
 
-def test_the_csv_has_a_row_for_each_step_and_a_column_for_each_technique(results: Results) -> None:
+def test_the_csv_has_rows_of_steps_and_columns_of_techniques(results: Results) -> None:
     with results.csv.open(newline="", encoding="utf-8") as file:
         assert list(csv.reader(file)) == [
             ["step", "baseline", "bf16"], ["1", "12.5", "7.0"], ["2", "12.25", "6.125"], ["3", "12.0", ""],
@@ -169,7 +169,7 @@ def test_init_creates_a_csv_with_the_column_step(tmp_path: Path) -> None:
     assert results.rows() == {}
 
 
-def test_init_keeps_results_and_names_the_command_that_removes_them(results: Results) -> None:
+def test_init_keeps_existing_results(results: Results) -> None:
     before = results.csv.read_bytes()
 
     with pytest.raises(ConfigError, match=r"already has results: baseline, bf16\n.*reset"):
@@ -187,7 +187,7 @@ def test_reset_always_empties_the_table(results: Results, content: bytes) -> Non
     assert results.rows() == {}
 
 
-def test_clean_removes_only_our_files(results: Results) -> None:
+def test_clean_removes_only_generated_files(results: Results) -> None:
     others = [results.folder / name for name in ("results.csv", "nmt-notes.txt", "steps.png", "nmt-steps.png.old")]
     for path in others:
         path.write_text("mine", encoding="utf-8")
@@ -209,12 +209,12 @@ def test_clean_creates_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["folder=taken", "prefix=a/b"])
-def test_an_unwritable_results_folder_is_reported_before_anything_is_measured(
+def test_unwritable_folders_are_reported_before_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").touch()
-    monkeypatch.setattr(machine, "run_in_subprocess", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(machine, "run_in_subprocess", lambda *_: pytest.fail("the benchmark must not start"))
 
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         benchmark(["suite=machine", "disk", word])
@@ -229,7 +229,7 @@ def test_a_prefix_cannot_escape_the_folder(tmp_path: Path, prefix: str) -> None:
 # ---------------------------------------------------------------- damaged or missing results
 
 
-def test_without_results_the_command_that_creates_them_is_named(tmp_path: Path) -> None:
+def test_missing_results_suggest_the_benchmark_command(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="accel-run benchmark") as caught:
         Results(tmp_path).rows()
     assert caught.value.exit_code == Exit.NO_INPUT
@@ -245,7 +245,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=repr)
-def test_damaged_results_are_refused_and_nothing_is_changed(results: Results, content: bytes) -> None:
+def test_damaged_results_are_rejected_and_kept(results: Results, content: bytes) -> None:
     results.json.write_bytes(content)
     before = results.csv.read_bytes()
 
@@ -259,7 +259,7 @@ def test_damaged_results_are_refused_and_nothing_is_changed(results: Results, co
 
 
 @pytest.mark.slow
-def test_any_json_is_read_or_refused(fresh: Any) -> None:
+def test_any_json_is_read_or_rejected(fresh: Any) -> None:
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
     keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members", "session"])
     values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4))
@@ -280,7 +280,7 @@ def test_any_json_is_read_or_refused(fresh: Any) -> None:
     law()
 
 
-def test_a_symbolic_link_in_place_of_the_results_is_refused(results: Results) -> None:
+def test_symbolic_links_are_rejected(results: Results) -> None:
     results.json.unlink()
     results.json.symlink_to(results.folder / "elsewhere")
 
@@ -293,7 +293,7 @@ def test_a_symbolic_link_in_place_of_the_results_is_refused(results: Results) ->
 
 
 class Failing:
-    """Makes a file system call fail from its n-th use on."""
+    """Makes a system call fail from its n-th use on."""
 
     def __init__(self, patch: pytest.MonkeyPatch, call: str, at: int) -> None:
         self.has_failed = False
@@ -310,7 +310,7 @@ class Failing:
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
-def test_a_failing_disk_leaves_either_the_old_or_the_new_column(
+def test_a_failing_disk_leaves_a_complete_column(
     results: Results, monkeypatch: pytest.MonkeyPatch, call: str, at: int
 ) -> None:
     before = columns(results)
@@ -349,7 +349,7 @@ def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
     assert columns(Results(tmp_path)) == expected
 
 
-def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
     try:

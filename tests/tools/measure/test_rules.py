@@ -1,4 +1,4 @@
-"""Rules of `advise`: each fires in its case, proposes the expected change, and does not fire without its data."""
+"""Each rule of `advise` fires in its case, proposes the expected change, and does not fire without its data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def facts(
     )
 
 
-# case -> (facts, first rule, an override or text that must be proposed)
+# case -> (facts, first rule, a required override or text of the proposal)
 CASES: Mapping[str, tuple[Facts, str, str]] = {
     "workers 0": (facts({"data": 8.0}, {"dataloader.num_workers": 0}), "data wait", "dataloader.num_workers=4"),
     "few workers": (facts({"data": 8.0}, {"dataloader.num_workers": 1}), "data wait", "dataloader.num_workers=4"),
@@ -119,7 +119,7 @@ def test_the_largest_bottleneck_is_listed_first(case: str) -> None:
 
     result = findings(given)
 
-    assert result, "no rule fired"
+    assert result, "no rule has fired"
     assert result[0].rule == rule, [finding.rule for finding in result]
     proposed = [candidate.name for candidate in result[0].candidates]
     assert any(expected in text for text in (*proposed, result[0].by_hand)), proposed
@@ -130,7 +130,7 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 
 def test_missing_data_causes_no_findings() -> None:
-    """Facts of each case are removed: the rules that need them do not fire, and no rule raises."""
+    """If facts of a case are removed, the rules that need them do not fire, and no rule raises an exception."""
     unknown = Facts(Evidence(), {}, CPU)
     assert findings(unknown) == []
     for case, (given, rule, _) in CASES.items():
@@ -169,8 +169,8 @@ def test_every_proposal_is_a_valid_override() -> None:
         for finding in findings(given)
         for candidate in finding.candidates
     }
-    rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # not available here
-    while rest:  # composing is slow, so compose as many non-conflicting overrides at once as possible
+    rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # no such device
+    while rest:  # compose as many non-conflicting overrides at once as possible, because composing is slow
         taken: dict[str, str] = {"global_batch_size": "global_batch_size=64"}
         for overrides in list(rest):
             keys = [word.partition("=")[0] for word in overrides]
@@ -181,7 +181,7 @@ def test_every_proposal_is_a_valid_override() -> None:
 
 
 def test_no_candidate_changes_the_math() -> None:
-    """Changes to the math are left to the user: they are never candidates, so `advise` never tries them."""
+    """Changes to the math are left to the user, so `advise` never tries them."""
     mechanics = (
         "dataloader", "prefetch", "backend", "compile", "micro_batch_size", "memory", "precision", "checkpoint.every",
         "log_every", "device",
@@ -211,7 +211,7 @@ def test_each_finding_has_the_name_of_its_rule() -> None:
             assert result is None or name in {finding.rule for finding in findings(given)}
 
 
-def test_rules_use_only_parts_that_are_measured() -> None:
+def test_rules_use_only_measured_parts() -> None:
     assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
 
 
@@ -225,7 +225,7 @@ def test_checkpoints_at_the_end_of_phases_cause_no_finding() -> None:
     assert result.at_most == pytest.approx(1 / (1 - share / 2))
 
 
-def test_gain_for_time_based_checkpoints_is_computed_from_the_measurements_of_the_run() -> None:
+def test_gain_of_time_based_checkpoints_is_computed() -> None:
     every = {"checkpoint.every": "1min"}
 
     (result,) = findings(facts({"saving": 5.0}, every, num_saves=10))
@@ -239,7 +239,7 @@ def test_gain_for_time_based_checkpoints_is_computed_from_the_measurements_of_th
 
 
 def test_more_frequent_checkpoints_are_never_proposed() -> None:
-    """`auto` would save more often here: at most ten minutes of work are at risk, however long a save takes."""
+    """Here, `auto` would save more often: it limits the work at risk to ten minutes, however long a save takes."""
     parts = {"forward": 10_800.0, "saving": 1_200.0}
 
     assert findings(facts(parts, {"checkpoint.every": "30min"}, num_saves=6)) == []
@@ -276,7 +276,7 @@ def test_a_loader_thread_without_a_cache_counts_as_one_worker(values: Mapping[st
 
 
 def test_samples_read_once_are_not_cached() -> None:
-    """A cache would read all of them before the first update and never use them again."""
+    """A cache would read all samples before the first update and never use them again."""
     same = {"same_when_read_again": True, "sample_bytes": 1024}
     once, twice = (facts({"data": 8.0}, probe=same, epochs=epochs) for epochs in (1.0, 2.0))
 
@@ -295,7 +295,7 @@ def test_the_most_promising_number_of_workers_is_tried_first(cores: int, busy: f
     assert findings(given)[0].candidates[0].name == f"dataloader.num_workers={first}"
 
 
-def test_no_other_micro_batch_size_is_proposed_for_models_with_batch_norm() -> None:
+def test_batch_norm_prevents_micro_batch_proposals() -> None:
     for probe, is_proposed in (({}, True), ({"has_batch_norm": True}, False)):
         small = facts(micro_batch_size=2, accumulation_steps=32, probe=probe)
         args = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}

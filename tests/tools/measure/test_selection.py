@@ -10,7 +10,7 @@ from runner.tools.measure.selection import select
 
 
 def test_a_variant_that_never_started_is_not_a_candidate() -> None:
-    """Its process has reported no settings."""
+    """The process of such a variant has not reported settings."""
     unstarted = SimpleNamespace(name="other", blocks={}, opened={})
     trials: Any = SimpleNamespace(variants=[SimpleNamespace(name="base"), unstarted])
 

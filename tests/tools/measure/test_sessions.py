@@ -1,4 +1,4 @@
-"""Sessions: results that were not measured together are never shown as if they were."""
+"""Results of different sessions are never shown as if they had been measured together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def times(run: int, name: str) -> list[float]:
-    """Return step times that identify the run and the technique: each run is ten times slower than the previous one."""
+    """Return step times that identify the run and the technique. Each run is ten times slower than the previous one."""
     base = 10.0**run
     return [base, base] if name == BASELINE else [base / (2 + NAMES.index(name))] * 2
 
@@ -71,7 +71,7 @@ def test_every_column_keeps_the_baseline_of_its_session(given_runs: list[tuple[s
         rows = results.rows()
         columns, sessions = columns_of(rows), {name: row.session for name, row in rows.items()}
 
-        assert {name: run_of(columns[name]) for name in newest} == newest, "the last measurement is stored"
+        assert {name: run_of(columns[name]) for name in newest} == newest, "the last measurement must be stored"
         for name in newest:
             names = [BASELINE, session_baseline(sessions[name])]
             (own,) = [columns[each] for each in names if sessions.get(each) == sessions[name]]
@@ -84,7 +84,7 @@ def test_every_column_keeps_the_baseline_of_its_session(given_runs: list[tuple[s
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
-def test_times_of_two_sessions_never_share_axes_and_bars_use_their_own_baseline(
+def test_sessions_do_not_share_axes_or_baselines(
     given_runs: list[tuple[set[str], bool, bool]],
 ) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -129,7 +129,7 @@ def test_the_csv_contains_the_baseline_of_each_column(given_runs: list[tuple[set
 
 
 def test_columns_of_unknown_sessions_are_not_plotted(tmp_path: Path) -> None:
-    """An earlier version marked only the baselines: bf16 may belong to either."""
+    """An earlier version marked only baselines, so bf16 may belong to either session."""
     results = Results(tmp_path)
     results.csv.write_text("step,baseline,bf16,baseline (session 2)\n1,8.0,4.0,4.0\n")
     with pytest.raises(DataError, match="bf16"):

@@ -45,7 +45,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
-def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None:
+def test_confidence_intervals_have_their_coverage(num: int, noise: Draw) -> None:
     result = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
     share = np.mean([ratio.low <= 1.3 <= ratio.high for ratio in result])
@@ -57,7 +57,7 @@ def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [3, 4, 5])
 def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
-    """A trial that the budget ends early does not gain confidence; heavy tails may make it wider than necessary."""
+    """A trial that the budget ends early must not seem more certain. Heavy tails may make the interval too wide."""
     result = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
     assert np.mean([ratio.low <= 1.3 <= ratio.high for ratio in result]) >= 0.92
@@ -66,7 +66,7 @@ def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
-def test_a_gain_of_a_third_is_detected_and_no_change_is_not(noise: Draw) -> None:
+def test_a_gain_of_30_percent_is_detected(noise: Draw) -> None:
     planted = [simulated(seed, 15, 1.3, noise) for seed in range(40)]
     nothing = [simulated(seed, 15, 1.0, noise) for seed in range(100)]
 
@@ -79,14 +79,14 @@ def test_a_slowdown_is_detected() -> None:
 
 
 def test_drift_of_the_machine_does_not_widen_the_interval() -> None:
-    """A slowdown of both settings cancels in the ratio within a round."""
+    """A slowdown of both settings cancels in the ratio of a round."""
     rng = np.random.default_rng(0)
     speed = np.exp(np.cumsum(rng.normal(0.0, 0.3, 12)))
 
     result = paired_ratio((13 * speed).tolist(), (10 * speed).tolist())
 
     assert result.middle == pytest.approx(1.3)
-    assert result.high - result.low <= allowed(torch.float64, 12, growth=4)  # logarithm, mean, exponential, quantile
+    assert result.high - result.low <= allowed(torch.float64, 12, growth=4)  # log, mean, exp, quantile
 
 
 def test_the_same_blocks_give_the_same_interval() -> None:
@@ -103,8 +103,8 @@ def test_two_blocks_give_no_estimate_of_the_spread() -> None:
 
 def test_only_the_width_of_the_interval_ends_the_rounds() -> None:
     assert Ratio(1.0, 0.99, 1.01, 9).is_narrow
-    assert not Ratio(1.5, 1.2, 1.8, 9).is_narrow, "it excludes 1, and is wide"
-    assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "a factor of three need not be known to two percent"
+    assert not Ratio(1.5, 1.2, 1.8, 9).is_narrow, "an interval that excludes 1 may be wide"
+    assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "a factor of three need not be known within 2 %"
 
 
 def test_a_significant_but_tiny_change_counts_as_no_change() -> None:
@@ -117,7 +117,7 @@ def test_a_ratio_is_formatted_as_a_change_in_percent() -> None:
 
 
 def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw, each: int = 8) -> ComparisonResult:
-    """Return identical variants; each process is slightly faster or slower in all of its blocks."""
+    """Return identical variants, of which each process is slightly faster or slower in all of its blocks."""
     rng = np.random.default_rng(seed)
     speed = np.cumsum(rng.normal(0.0, 0.05, each * lives))
     cells = []
@@ -154,7 +154,7 @@ def test_the_interval_includes_the_spread_between_processes(
 
 
 @pytest.mark.slow
-def test_without_the_spread_between_processes_the_interval_would_be_too_narrow() -> None:
+def test_ignoring_process_spread_makes_intervals_too_narrow() -> None:
     made = [in_processes(seed, 5, 2, 0.014, spiky) for seed in range(200)]
     for trials in made:
         for cell in trials.variants:
@@ -175,16 +175,16 @@ def test_a_known_spread_between_processes_is_estimated_correctly(num_cells: int,
     total = ProcessSpread(sum(each.squares for each in result), sum(each.freedom for each in result))
     assert total.sigma == pytest.approx(0.02, rel=0.12)
     variances = np.array([each.sigma**2 for each in result]) / total.sigma**2
-    assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "the coverage is as stated"
+    assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "degrees of freedom match the variance"
 
 
-def test_variants_without_restarts_give_no_estimate_of_the_spread_between_processes() -> None:
+def test_process_spread_is_unknown_without_restarts() -> None:
     assert in_processes(0, 4, 1, 0.02, quiet).measured_spread == ProcessSpread(0.0, 0.0)
     assert estimate_process_spread([]) == ProcessSpread(0.0, 0.0)
 
 
 def test_the_interval_is_valid_if_only_some_variants_restart() -> None:
-    """One of three variants keeps its process; the spread is estimated from the two that restart."""
+    """One of three variants keeps its process. The spread is estimated from the two that restart."""
     squares = freedom = 0.0
     for seed in range(300):
         trials = in_processes(seed, 3, 2, 0.02, lambda rng, num: rng.normal(0.0, 1e-4, num))
@@ -203,7 +203,7 @@ def test_quantiles_of_the_t_distribution_match_published_tables(freedom: float, 
     assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
 
 
-def test_a_round_interrupted_by_the_deadline_keeps_earlier_rounds() -> None:
+def test_an_interrupted_round_keeps_earlier_rounds() -> None:
     trials = in_processes(0, 3, 2, 0.02, quiet)
     whole = trials.measured_spread
     trials.variants[0].blocks[16] = Block(10.0, process=2)

@@ -7,7 +7,7 @@ from runner.tools.measure.suite import SuiteReport, SuiteTable, screen
 TABLE = SuiteTable("speed", ("variant", "ms", "verdict"), [["plain", 12.5, "baseline"], ["bf16", 10, "faster"]])
 
 
-def test_a_table_wider_than_the_terminal_is_printed_in_parts_with_the_first_column() -> None:
+def test_wide_tables_are_printed_in_parts() -> None:
     report = SuiteReport("", tables=[TABLE])
     complete, parts = screen(report, 80), screen(report, 20)
     assert complete == screen(report)

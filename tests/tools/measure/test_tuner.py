@@ -1,4 +1,4 @@
-"""Tuning: the best settings are found within the budget and confirmed in new rounds; the mathematics stays the same."""
+"""Tuning finds the best settings within the budget, confirms them in new rounds, and keeps the mathematics."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ BASE_MS, BLOCK_S, LOOK_EVERY = 20.0, 0.4, 20
 
 @dataclass
 class FakeComparison:
-    """A comparison of variants with known speeds on a virtual clock; it uses its budget like the real one.
+    """A comparison of variants with known speeds on a virtual clock. It uses its budget like a real comparison.
 
     ms       milliseconds of an update with these overrides
     noise    standard deviation of the logarithm of a block
-    fails    override -> why its variant fails
+    fails    override -> reason why its variant fails
     wrong    overrides that change the losses
     """
 
@@ -133,14 +133,14 @@ def axis(name: str, *values: str, alone: bool = False) -> TuneAxis:
 THREE = [axis("a", "1", "2", "3", "4", "5"), axis("b", "1", "2"), axis("c", "1")]
 
 
-def searched(comparison: FakeComparison, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
+def run_search(comparison: FakeComparison, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
     return search(axes, comparison.compare, budget_s, comparison.startup_s, lambda _: None, comparison.clock)
 
 
 def test_the_best_of_every_axis_is_found() -> None:
     comparison = FakeComparison(speeds(a_2=0.9, a_4=0.7, a_5=0.8, b_1=1.5, b_2=0.95, c_1=1.2))
 
-    result = searched(comparison, THREE)
+    result = run_search(comparison, THREE)
 
     assert result.overrides == ("a=4", "b=2")
     assert result.proof is not None
@@ -161,7 +161,7 @@ def test_without_noise_the_best_is_found(of_a: list[float], of_b: list[float], o
     named = {f"a_{n}": value for n, value in enumerate(of_a, 1)} | {f"b_{n}": value for n, value in enumerate(of_b, 1)}
     ms = speeds(**named, c_1=of_c)
 
-    result = searched(FakeComparison(ms), THREE)
+    result = run_search(FakeComparison(ms), THREE)
 
     best = BASE_MS * min(1.0, *of_a) * min(1.0, *of_b) * min(1.0, of_c)
     assert ms(result.overrides) <= best * 1.011**3
@@ -169,31 +169,31 @@ def test_without_noise_the_best_is_found(of_a: list[float], of_b: list[float], o
 
 
 @pytest.mark.slow
-def test_on_a_noisy_machine_no_slowdown_is_chosen_and_gains_are_usually_found() -> None:
+def test_noise_does_not_lead_to_slowdowns() -> None:
     helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
     found_it = 0
     for seed in range(8):
-        result = searched(FakeComparison(helps, noise=0.08, seed=seed), THREE)
+        result = run_search(FakeComparison(helps, noise=0.08, seed=seed), THREE)
         assert helps(result.overrides) <= BASE_MS
         found_it += "a=3" in result.overrides
-        assert none(searched(FakeComparison(none, noise=0.08, seed=seed), THREE).overrides) <= BASE_MS
+        assert none(run_search(FakeComparison(none, noise=0.08, seed=seed), THREE).overrides) <= BASE_MS
     assert found_it >= 7
 
 
-def test_a_setting_that_slows_down_the_best_combination_is_not_chosen() -> None:
+def test_slower_combinations_are_not_chosen() -> None:
     def ms(args: Overrides) -> float:
         alone = {"a=1": 0.7, "b=1": 0.8}
         both = {"a=1", "b=1"} <= set(args)
         return BASE_MS * (1.3 if both else min([1.0, *(alone.get(word, 1.0) for word in args)]))
 
-    assert searched(FakeComparison(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
+    assert run_search(FakeComparison(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
 
 
-def test_a_setting_that_fails_verification_is_not_in_the_profile() -> None:
+def test_unverified_settings_are_not_in_the_profile() -> None:
     comparison = FakeComparison(lambda _: BASE_MS)
     comparison.ms = lambda args: BASE_MS * (0.5 if args and len(comparison.calls) < 2 else 1.0)
 
-    result = searched(comparison, [axis("a", "1")])
+    result = run_search(comparison, [axis("a", "1")])
 
     assert [each.candidate.name for each in result.adopted] == ["a=1"]
     assert result.proof is not None
@@ -201,10 +201,10 @@ def test_a_setting_that_fails_verification_is_not_in_the_profile() -> None:
     assert "no clear change" in result.proof.outcome.reason
 
 
-def test_the_best_settings_are_verified_against_current_ones_in_separate_rounds() -> None:
+def test_the_best_settings_are_verified_in_separate_rounds() -> None:
     comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
 
-    searched(comparison, THREE)
+    run_search(comparison, THREE)
 
     assert [(cell.name, cell.overrides) for cell in comparison.calls[-1]] == [
         (AS_IT_IS, ()),
@@ -212,22 +212,22 @@ def test_the_best_settings_are_verified_against_current_ones_in_separate_rounds(
     ]
 
 
-def test_the_best_candidate_of_an_axis_is_compared_again_with_the_best_known_settings() -> None:
+def test_the_best_candidate_of_an_axis_is_confirmed() -> None:
     """A candidate is adopted only if new rounds confirm it. A single candidate needs no second comparison."""
     comparison = FakeComparison(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
-    searched(comparison, THREE)
+    run_search(comparison, THREE)
 
     assert [len(variants) - 1 for variants in comparison.calls] == [5, 1, 2, 1, 1, 1]
     assert [variants[0].overrides for variants in comparison.calls] == [(), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
 
 
-def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
+def test_failing_candidates_have_a_reason() -> None:
     comparison = FakeComparison(
         speeds(a_1=0.2, a_2=0.3, a_3=0.9), fails={"a=1": "CUDA out of memory", "c=1": "ended with 9"}, wrong=["a=2"]
     )
 
-    result = searched(comparison, THREE)
+    result = run_search(comparison, THREE)
 
     reasons = {each.candidate.name: each.outcome.reason for each in result.tried}
     assert result.overrides == ("a=3",)
@@ -235,8 +235,8 @@ def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
     assert "numerical results differ" in reasons["a=2"]
 
 
-def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
-    """For example, a compiled model in a short training."""
+def test_settings_with_slow_starts_are_not_chosen() -> None:
+    """An example is a compiled model in a short run."""
     comparison = FakeComparison(speeds(a_1=0.5), updates=100)
     measure = comparison.compare
 
@@ -247,7 +247,7 @@ def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
         return trials
 
     comparison.compare = slow_to_begin  # type: ignore[method-assign]
-    result = searched(comparison, [axis("a", "1")])
+    result = run_search(comparison, [axis("a", "1")])
 
     assert result.overrides == ()
     assert "100 updates" in result.tried[0].outcome.reason
@@ -260,18 +260,18 @@ def test_the_budget_is_kept(budget_s: float, startup_s: float) -> None:
     many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
     comparison = FakeComparison(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
 
-    searched(comparison, many, budget_s)
+    run_search(comparison, many, budget_s)
 
     one_turn_more = 3 * 8 * BLOCK_S  # at least three rounds are measured
     assert comparison.now <= budget_s + one_turn_more
 
 
 def test_spare_time_is_used_for_untried_candidates() -> None:
-    """Time reserved for the proof is released if there is nothing to prove, and suffices for the last axis."""
+    """If there is nothing to verify, the time reserved for verification is released. It suffices for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
     comparison = FakeComparison(speeds(h_0=0.6))
 
-    result = searched(comparison, many, budget_s=70.0)
+    result = run_search(comparison, many, budget_s=70.0)
 
     assert result.overrides == ("h=0",)
     assert comparison.now <= 70.0
@@ -279,17 +279,17 @@ def test_spare_time_is_used_for_untried_candidates() -> None:
     assert len({each.candidate.name for each in result.tried}) == len(result.tried) == 14
 
 
-def test_the_search_ends_if_no_time_is_left_for_a_candidate() -> None:
+def test_the_search_ends_without_time_for_a_candidate() -> None:
     comparison = FakeComparison(speeds(), fails={"a=1": f"{START_TIMED_OUT}: not ready after 9 s"})
 
-    result = searched(comparison, [axis("a", "1"), axis("b", "1")])
+    result = run_search(comparison, [axis("a", "1"), axis("b", "1")])
 
     assert [each.candidate.name for each in result.tried if each.outcome.is_untried] == ["a=1"]
     assert len(comparison.calls) <= 4
 
 
 def test_the_best_candidate_at_the_deadline_is_still_verified() -> None:
-    """The proof decides, not the number of rounds against its rival."""
+    """The verification decides, not the number of rounds against other candidates."""
     comparison = FakeComparison(speeds(a_3=0.5))
     measure = comparison.compare
 
@@ -299,28 +299,28 @@ def test_the_best_candidate_at_the_deadline_is_still_verified() -> None:
         return trials
 
     comparison.compare = long  # type: ignore[method-assign]
-    result = searched(comparison, [axis("a", "1", "2", "3")], budget_s=40.0)
+    result = run_search(comparison, [axis("a", "1", "2", "3")], budget_s=40.0)
 
     assert result.overrides == ("a=3",)
 
 
-def test_an_error_of_the_best_known_settings_does_not_end_the_search() -> None:
+def test_an_error_does_not_end_the_search() -> None:
     comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
-    measure, killed = comparison.compare, "its process was killed"
+    measure, killed = comparison.compare, "the process was killed"
 
     def once(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
         if variants[-1].name.startswith("b"):
-            raise AccelRunError(killed, fix="see to it")
+            raise AccelRunError(killed, fix="start it again")
         return measure(variants, limits)
 
     comparison.compare = once  # type: ignore[method-assign]
-    result = searched(comparison, THREE)
+    result = run_search(comparison, THREE)
 
     assert result.overrides == ("a=4",)
     assert {each.candidate.name: each.outcome.why_not for each in result.tried}["b=1"].startswith(killed)
 
 
-def test_variants_that_may_fill_memory_never_run_together() -> None:
+def test_variants_that_may_fill_memory_run_in_turn() -> None:
     comparison, together = FakeComparison(speeds(a_1=0.5)), []
     measure = comparison.compare
 
@@ -329,7 +329,7 @@ def test_variants_that_may_fill_memory_never_run_together() -> None:
         return measure(variants, limits)
 
     comparison.compare = watched  # type: ignore[method-assign]
-    searched(comparison, [axis("b", "1"), axis("a", "1", alone=True)])
+    run_search(comparison, [axis("b", "1"), axis("a", "1", alone=True)])
 
     assert together == [True, False, False]
 
@@ -351,7 +351,7 @@ def place(*args: str, gpu: Device | None = None, task_file: Path | None = None, 
     return TuneTarget(request, compose(request), inventory, facts, "train", has_attention=True)
 
 
-def offered(there: TuneTarget, args: Overrides = ()) -> dict[str, Offer]:
+def find_offers(there: TuneTarget, args: Overrides = ()) -> dict[str, Offer]:
     return {name: there.offers(name)(args) for name in AXES}
 
 
@@ -362,7 +362,7 @@ def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
     there = place("task=gpt", gpu=gpu)
     before = there.values(())
 
-    offers = offered(there)
+    offers = find_offers(there)
 
     for name, offer in offers.items():
         for candidate in offer.candidates:
@@ -388,7 +388,7 @@ def test_mechanics_are_distinguished_from_mathematics() -> None:
 
 @pytest.mark.slow
 def test_impossible_candidates_are_skipped_with_the_reason() -> None:
-    on_t4, on_cpu = offered(place("task=gpt", gpu=T4)), offered(place("task=gpt"))
+    on_t4, on_cpu = find_offers(place("task=gpt", gpu=T4)), find_offers(place("task=gpt"))
 
     assert "precision=fp32" in [each.name for each in on_t4["precision"].candidates]
     assert "capability 8.0" in on_t4["precision"].skipped["precision=tf32"]
@@ -402,7 +402,7 @@ def test_impossible_candidates_are_skipped_with_the_reason() -> None:
 def test_command_line_settings_are_kept() -> None:
     there = place("task=gpt", "precision=fp32", "dataloader.num_workers=0", "compile=off", gpu=A100)
 
-    offers = offered(there)
+    offers = find_offers(there)
 
     for name in ("precision", "readers", "compile"):
         assert not offers[name].candidates, name
@@ -419,10 +419,8 @@ def build(*, a: int = 1):
 
 
 @pytest.mark.slow
-def test_settings_of_a_task_are_tuned_and_the_written_profile_applies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If one phase has a separate size, the sizes of the other phases do not change."""
+def test_settings_of_a_task_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a phase sets its own size, the sizes of other phases do not change."""
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "two.py"
     task.write_text(PHASES)
@@ -435,7 +433,7 @@ def test_settings_of_a_task_are_tuned_and_the_written_profile_applies(
     ):
         (best,) = [each for each in there.offers("micro-batch")(()).candidates if each.name == wanted]
 
-        write_profile(make_profile(tuned(tried(PROOF, best.name, 1.5))), there.request, "mine")
+        write_profile(make_profile(make_report(tried(PROOF, best.name, 1.5))), there.request, "mine")
 
         request = replace(
             there.request, overrides=(*there.request.overrides, "+hardware=mine"), config_dir=tmp_path / "conf"
@@ -461,7 +459,7 @@ def test_micro_batches_divide_an_update() -> None:
     assert set(sizes) == {12, 6, 3, 1}
 
 
-def test_samples_that_differ_when_reread_are_not_cached() -> None:
+def test_samples_that_change_are_not_cached() -> None:
     there = place("task=gpt")
     for change in ({"same_when_read_again": False}, {"changes_with_epoch": True}, {"sample_bytes": 1e12}):
         other = replace(there, facts=replace(there.facts, probe={**there.facts.probe, **change}))
@@ -507,17 +505,17 @@ SLOWER = tried("compile", "compile=default", 0.5)
 BOTH = tried(PROOF, "dataloader.num_workers=2 precision=bf16", 1.5)
 
 
-def tuned(proof: TriedCandidate | None) -> TuneReport:
+def make_report(proof: TriedCandidate | None) -> TuneReport:
     adopted = (WORKERS, FORMAT) if proof else ()
     result = TuneResult((WORKERS, FORMAT, SLOWER), {"tf32": "no GPU"}, adopted, proof)
     return TuneReport("gpt", "a processor", "train", 31.2, result)
 
 
 @pytest.mark.slow
-def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_contains_exactly_the_best_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    file, command = write_profile(make_profile(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
+    file, command = write_profile(make_profile(make_report(BOTH)), Request(("task=gpt", "seed=3")), "mine")
 
     assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
     plain = compose(Request(("task=gpt",))).flat()
@@ -535,44 +533,42 @@ def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_after_a_failed_verification_the_profile_is_empty_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_without_verified_settings_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plain = compose(Request(("task=gpt",))).flat()
     for proof in (None, replace(BOTH, outcome=TrialOutcome(Ratio(1.1, 0.9, 1.3, 12)))):
-        file, _ = write_profile(make_profile(tuned(proof)), Request(("task=gpt",)), "mine")
+        file, _ = write_profile(make_profile(make_report(proof)), Request(("task=gpt",)), "mine")
 
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
         assert composed == plain | {"hardware": "mine"}
         assert "# No settings: " in file.read_text()
-        assert "profile is empty" in "\n".join(format_result(tuned(proof)))
+        assert "profile is empty" in "\n".join(format_result(make_report(proof)))
 
 
 @pytest.mark.slow
 def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_profile(make_profile(tuned(BOTH)), Request(), "first")
+    write_profile(make_profile(make_report(BOTH)), Request(), "first")
     thread = tried(PROOF, "dataloader=thread backend.threads=1", 1.5)
     before = Request(("+hardware=first",), config_dir=tmp_path / "conf")
 
-    write_profile(make_profile(tuned(thread)), before, "second")
+    write_profile(make_profile(make_report(thread)), before, "second")
 
     result = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
     assert (result["precision"], result["dataloader"], result["backend.threads"]) == ("bf16", "thread", 1)
 
 
-def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
+def test_an_earlier_profile_is_kept_without_trials(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     shown: Callable[..., None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file, _ = write_profile(make_profile(tuned(BOTH)), Request(), "good")
+    file, _ = write_profile(make_profile(make_report(BOTH)), Request(), "good")
     before = file.read_bytes()
     late = TriedCandidate("threads", Candidate(("backend.threads=1",)), TrialOutcome(why_not=NO_TIME_LEFT))
-    nothing = replace(tuned(None), result=TuneResult((late,)))
+    nothing = replace(make_report(None), result=TuneResult((late,)))
     monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
 
     assert run(["profile=good"]) == 0
@@ -583,12 +579,12 @@ def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
 
 
 def test_results_can_be_printed_as_json_and_as_ascii() -> None:
-    result = json.loads(json.dumps(as_json(tuned(BOTH))))
+    result = json.loads(json.dumps(as_json(make_report(BOTH))))
 
     assert result["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
     assert result["proof"]["ratio"]["middle"] == 1.5
-    assert as_json(tuned(None))["settings"] == []
-    assert "\n".join(format_result(tuned(BOTH))).isascii()
+    assert as_json(make_report(None))["settings"] == []
+    assert "\n".join(format_result(make_report(BOTH))).isascii()
 
 
 # ---------------------------------------------------------------- the command
@@ -606,7 +602,7 @@ def test_results_can_be_printed_as_json_and_as_ascii() -> None:
         ("profile=mine --config-dir /dev/null", "is not a folder"),
     ],
 )
-def test_typos_get_suggestions_before_anything_is_measured(
+def test_typos_get_suggestions_before_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, message: str
 ) -> None:
     def measured(*_: object) -> None:
@@ -625,12 +621,12 @@ def test_typos_get_suggestions_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("task", "axes", "args", "wins"),
     [
-        # without pass_ms, a block would have hundreds of micro-batches once there is no data wait
+        # pass_ms limits the number of micro-batches in a block after the data wait is removed
         ("far_away.py", ["readers"], ["micro_batch_size=16", "task.pass_ms=4"], "dataloader."),
         ("small_passes.py", ["micro-batch", "optimizer kernels"], [], "micro_batch_size="),
     ],
 )
-def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
+def test_tuning_removes_planted_slowdowns(
     task: str,
     axes: Sequence[str],
     args: Sequence[str],
@@ -639,17 +635,17 @@ def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Uses short blocks and one candidate per axis: the slowdowns are far above the noise, and rounds end early.
+    """Uses short blocks and one candidate per axis, because the slowdowns are far above the noise.
 
-    The profile overrides the small micro-batches in the settings of the task. The optimizer kernel of its one small
-    layer takes less than 1 % of an update.
+    The profile overrides the small micro-batches in the settings of the task. The optimizer step of the only, small
+    layer takes less than 1 % of an update, so its kernel does not matter.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in axes})
     monkeypatch.setattr(tuning_axes, "MAX_CANDIDATES", 1)
     monkeypatch.setattr(tuning, "PROOF_ROUNDS", (6, 8))
     monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
-    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # no rows and saves, which lengthen blocks
+    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # rows and checkpoints lengthen blocks
     overrides = ["device=cpu", *quiet, *args]
 
     assert run(["--task", str(PLANTED / task), *overrides, "budget_s=240", "profile=mine", "--json"]) == 0
@@ -667,8 +663,8 @@ def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_time_between_two_clock_readings_does_not_drop_a_candidate() -> None:
-    """An axis with one candidate gets exactly the time that it needs."""
+def test_clock_readings_do_not_drop_a_candidate() -> None:
+    """An axis with one candidate gets exactly the time that it needs, from which nothing must be subtracted."""
     comparison = FakeComparison(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
 
@@ -683,7 +679,7 @@ def test_time_between_two_clock_readings_does_not_drop_a_candidate() -> None:
 # ---------------------------------------------------------------- start-up times
 
 
-def test_every_trial_includes_the_first_evaluation() -> None:
+def test_trials_include_the_first_evaluation() -> None:
     comparison, seen = FakeComparison(speeds(a_1=0.5)), list[CompareLimits]()
 
     def measure(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
@@ -712,8 +708,8 @@ def test_recompilation_for_evaluation_counts_as_start_time() -> None:
 
 
 def test_the_timed_evaluation_includes_every_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 samples in batches of 24: the last batch has 16. A new batch size takes 50 ms."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test: the variant sets it
+    """256 samples in batches of 24 leave 16 for the last batch. A new batch size takes 50 ms."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test, because the variant sets it
     args = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
     args.append("task.first_ms=50")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Weight sketches preserve lengths and angles, whatever the order, shape and number of the weights."""
+"""Weight sketches preserve lengths and angles for weights of any order, shape and number."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def test_a_sketch_is_linear() -> None:
     one, other = weights(0), weights(1)
     both = [2 * a - b for a, b in zip(one, other, strict=True)]
 
-    num_terms = sum(weight.numel() for weight in one) / NUM_SUMS  # of each sum
+    num_terms = sum(weight.numel() for weight in one) / NUM_SUMS  # terms of each sum
     assert_close(sketch(both), 2 * sketch(one) - sketch(other), num_terms, dtype=torch.float32)
     assert sketch(one).shape == (NUM_SUMS,)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.1, 1.0, 3.0])
-def test_the_distance_of_sketches_is_that_of_the_weights(scale: float) -> None:
+def test_sketches_preserve_distances(scale: float) -> None:
     one, other = weights(0), [scale * a + 0.3 * b for a, b in zip(weights(0), weights(1), strict=True)]
     true = float((flat(other) - flat(one)).norm() / flat(one).norm())
 
     assert relative_distance(sketch(one).tolist(), sketch(other).tolist()) == pytest.approx(true, rel=0.15)
 
 
-def test_equal_values_do_not_cancel_and_chunking_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_values_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = [torch.ones(50_000), torch.ones(1000, 3)]
     result = sketch(ones)
     monkeypatch.setattr(module, "CHUNK", 4 * NUM_SUMS)

@@ -1,4 +1,4 @@
-"""Fork servers that are forks of one process, which has imported torch and uses only virtual time.
+"""Fork servers that are forks of one process. This process has imported torch and uses only virtual time.
 
 tests/tools/measure/test_compare.py also uses real fork servers, which are separate processes with the real clock.
 """
@@ -89,15 +89,15 @@ class VirtualForkServers:
         self._process: subprocess.Popen[bytes] | None = None
 
     def Popen(self, args: list[str], **given: Any) -> Any:  # noqa: N802 - the name of the replaced class
-        """Return a fork server, which can be killed and waited for."""
+        """Return a fork server, which supports `kill` and `wait`."""
         assert args[1:3] == ["-m", "runner.tools.measure.variant_process"]
-        if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
+        if self._process is None or self._process.poll() is not None:  # a test may have signaled the process group
             self._start()
         order = {"cores": int(args[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
         message, descriptors = json.dumps(order).encode(), [*given["pass_fds"], given["stderr"].fileno()]
         try:
             socket.send_fds(self._line, [message], descriptors)
-        except BrokenPipeError:  # it has died in the meantime
+        except BrokenPipeError:  # the process has died
             self._start()
             socket.send_fds(self._line, [message], descriptors)
         return _Forked(self, int(self.answer()))
@@ -106,7 +106,7 @@ class VirtualForkServers:
         """Return the exit code of a fork server."""
         try:
             self._line.sendall(json.dumps({"wait": pid}).encode())
-        except BrokenPipeError:  # it has died, and its children too
+        except BrokenPipeError:  # the process and its children have died
             return -signal.SIGKILL
         return int(self.answer())
 

@@ -11,7 +11,7 @@ from runner.tools.report.chart_parts import Drawing
 
 
 def describe(drawing: Drawing, name: str, title: str) -> str:
-    """Return a chart that has only its title and its description."""
+    """Return a chart that has only a title and a description."""
     title, description = escape(title), escape(drawing.description)
     texts = f'<title id="{name}-title">{title}</title><desc id="{name}-desc">{description}</desc>'
     return f'<svg id="{name}" role="img" aria-labelledby="{name}-title {name}-desc">{texts}</svg>'
@@ -19,5 +19,5 @@ def describe(drawing: Drawing, name: str, title: str) -> str:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not draw charts, which takes two seconds for a page, in tests of other parts of the page."""
+    """Do not draw charts, which would take two seconds per page, in tests of other parts of the page."""
     monkeypatch.setattr(svg, "render_svg", describe)

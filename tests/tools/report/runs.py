@@ -79,7 +79,7 @@ ENVIRONMENT = {
 
 
 def make_run(folder: Path, name: str, **files: Any) -> Path:
-    """Create a folder with these files: a dict as JSON, a list of dicts as lines of JSON, other content as text."""
+    """Create a folder with these files: dicts as JSON, lists of dicts as lines of JSON, other content as text."""
     path = folder / name
     (path / "checkpoints").mkdir(parents=True)
     for file, content in files.items():

@@ -15,7 +15,7 @@ from tests.tools.report.runs import make_run, record
 
 
 def compared(folder: Path, losses: dict[str, list[float]], *, median_ms: float = 11.0) -> str:
-    """Return the statement about runs with these losses: learning rate -> loss with each seed."""
+    """Return the statement about runs with these losses (learning rate -> loss for each seed)."""
     runs = []
     for lr, values in losses.items():
         for seed, loss in enumerate(values):
@@ -28,17 +28,17 @@ def compared(folder: Path, losses: dict[str, list[float]], *, median_ms: float =
     return describe_noise(runs, [run.name for run in runs])
 
 
-def test_a_difference_smaller_than_between_seeds_is_within_noise(tmp_path: Path) -> None:
+def test_small_differences_are_within_noise(tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0, 2.2], "0.2": [2.1, 2.3]})
     assert "exceed" not in found
     assert all(name in found for name in ("0.1-0", "0.1-1", "0.2-0", "0.2-1"))
 
 
-def test_a_difference_larger_than_between_seeds_exceeds_the_noise(tmp_path: Path) -> None:
+def test_large_differences_exceed_the_noise(tmp_path: Path) -> None:
     assert "exceed" in compared(tmp_path, {"0.1": [2.0, 2.01], "0.2": [3.0, 3.01]})
 
 
-def test_the_noise_limit_is_that_of_a_t_test(tmp_path: Path) -> None:
+def test_the_noise_limit_matches_a_t_test(tmp_path: Path) -> None:
     values = [2.0, 2.2, 2.1, 2.15]
     sigma = statistics.stdev(values)
     limit = 3.182 * sigma * math.sqrt(1 + 1 / 4)  # 97.5 % quantile with three degrees of freedom
@@ -65,7 +65,7 @@ def test_repetitions_with_one_seed_show_no_noise(tmp_path: Path) -> None:
         )  # fmt: skip
         runs.append(read_run_data(RunDirectory(path, writable=False)))
     assert "exceed" not in describe_noise(runs, names)
-    assert "seed" not in describe_noise(runs[:3], names), "nothing but code or data may differ"
+    assert "seed" not in describe_noise(runs[:3], names), "only code or data may differ"
 
 
 def test_an_unfinished_run_is_not_compared(tmp_path: Path) -> None:
@@ -81,15 +81,13 @@ def test_an_unfinished_run_is_not_compared(tmp_path: Path) -> None:
     assert "val/loss" not in describe_noise([*runs, stopped], [*names, "stopped"])
 
 
-def test_runs_that_differ_only_in_the_seed_are_within_noise(tmp_path: Path) -> None:
+def test_runs_with_different_seeds_are_within_noise(tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0, 3.0]})
     assert "exceed" not in found
-    assert "command.sh" not in found, "no advice"
+    assert "command.sh" not in found, "no advice is needed"
 
 
 @pytest.mark.parametrize(("median_ms", "is_within"), [(12.0, True), (15.0, False)])
-def test_a_difference_in_time_within_the_range_of_the_rows_is_noise(
-    median_ms: float, is_within: bool, tmp_path: Path
-) -> None:
+def test_time_differences_within_the_range_of_rows_are_noise(median_ms: float, is_within: bool, tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0], "0.2": [2.0]}, median_ms=median_ms)
     assert (found.count("0.2-0") > 0) == is_within

@@ -1,4 +1,4 @@
-"""The report of a run: a self-contained page without scripts that shows all data or names what is missing."""
+"""The report of a run is a self-contained page without scripts. It shows all data, or lists what is missing."""
 
 # ruff: noqa: E501 - tables
 
@@ -70,8 +70,8 @@ class Page(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
-def is_sound(page: Page) -> None:
-    """Check that the page is small and self-contained, runs no scripts, and has unique ids."""
+def assert_is_sound(page: Page) -> None:
+    """Assert that the page is small and self-contained, runs no scripts, and has unique IDs."""
     assert len(page.text.encode()) < 500_000
     assert {tag for tag, _ in page.tags} <= TAGS
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
@@ -95,7 +95,7 @@ def is_sound(page: Page) -> None:
 
 
 def labelled(page: Page) -> dict[str, str]:
-    """Return the id of each chart -> its description for screen readers."""
+    """Return chart ID -> description for screen readers."""
     result = {}
     for attrs in page.all("svg"):
         title, described = str(attrs["aria-labelledby"]).split()
@@ -111,7 +111,7 @@ def report(folder: Path, *args: str) -> Page:
     out = folder / "page.html"
     assert main(["report", *args, f"output_root={folder}", f"out={out}"]) == 0
     page = Page(out.read_text())
-    is_sound(page)
+    assert_is_sound(page)
     return page
 
 
@@ -145,7 +145,7 @@ def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
         (50.0, "no gradient norm is close to max_grad_norm=50: nothing was clipped"),
     ],
 )
-def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: float, note: str, tmp_path: Path) -> None:
+def test_the_clipping_norm_is_drawn_if_visible(limit: float, note: str, tmp_path: Path) -> None:
     updates = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
     make_run(tmp_path, "mine", metrics__jsonl=updates, config__yaml=f"max_grad_norm: {limit}\n")
     drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
@@ -160,7 +160,7 @@ def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: flo
 
 
 @pytest.mark.parametrize(("norms", "is_drawn"), [((0.8, 0.8), True), ((0.8, 0.9), False), ((0.8, None), False)])
-def test_the_clipping_norm_is_reported_if_all_phases_have_the_same(
+def test_the_clipping_norm_must_be_equal_in_all_phases(
     norms: tuple[float, float | None], is_drawn: bool, tmp_path: Path
 ) -> None:
     updates = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
@@ -173,7 +173,7 @@ def test_the_clipping_norm_is_reported_if_all_phases_have_the_same(
     assert "max_grad_norm=0.7" not in drawn.note
 
 
-def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..., None]) -> None:
+def test_the_page_shows_all_data_of_a_run(full: Page, screen: Callable[..., None]) -> None:
     page = full
     charts = labelled(page)
     assert charts.keys() == CHARTS
@@ -210,7 +210,7 @@ def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_earlier_value_is_not_shown_for_a_metric_missing_from_the_last_evaluation(tmp_path: Path) -> None:
+def test_missing_metrics_do_not_show_earlier_values(tmp_path: Path) -> None:
     last = {"val/loss": 2.1, "val/accuracy": None, "val/rare": None}
     for name in ("one", "other"):
         make_run(tmp_path, name, run__json=record(name, metrics=last), metrics__jsonl=list(rows(20)))
@@ -233,15 +233,13 @@ def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path, evidence: 
     page = report(tmp_path, "mine")
     assert "running on elsewhere" in page.words
     assert "2 lines of" in page.words
-    assert "to 2.02 at update 200" in labelled(page)["loss"], "an incomplete last line is not damage"
-    assert "(1.2 of 2.1 s)" in page.words, "without a summary, the rows show where the time goes"
+    assert "to 2.02 at update 200" in labelled(page)["loss"], "an incomplete last line is not damaged"
+    assert "(1.2 of 2.1 s)" in page.words, "without evidence of this process, the rows show where the time goes"
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("reached", "is_shown"), [(0, True), (200, True), (201, False)])
-def test_earlier_measurements_are_shown_if_the_last_process_ran_no_update(
-    tmp_path: Path, reached: int, is_shown: bool
-) -> None:
+def test_earlier_measurements_are_shown_without_new_updates(tmp_path: Path, reached: int, is_shown: bool) -> None:
     phases = [{"name": "train", "kind": "train", "updates": 200}]
     content = record("mine", state="failed", exit_code=70, evidence=EARLIER | {"phases": phases}, metrics=None)
     path = make_run(tmp_path, "mine", run__json=content)
@@ -260,8 +258,8 @@ def test_the_updates_of_all_phases_are_summed(is_finished: bool, tmp_path: Path)
     assert tiles["updates"] == ("46" if is_finished else "40")
 
 
-def test_values_that_are_not_finite_at_the_end_are_reported(tmp_path: Path) -> None:
-    """In metrics.jsonl, they are null."""
+def test_non_finite_last_values_are_reported(tmp_path: Path) -> None:
+    """In metrics.jsonl, non-finite values are null."""
     content = [
         {"update": at, "phase": "train", "train/loss": loss, "val/loss": loss, "val/f1": None, "train/grad_norm": norm}
         for at, loss, norm in ((1, 2.0, 9.0), (2, 1.5, 1.0), (3, None, None))
@@ -280,8 +278,8 @@ def test_values_that_are_not_finite_at_the_end_are_reported(tmp_path: Path) -> N
         assert figure in drawing.note
 
 
-def test_a_row_without_a_measured_throughput_is_not_reported_as_not_finite(tmp_path: Path) -> None:
-    """The first update of a process is not timed, so it has null."""
+def test_missing_throughput_is_not_reported_as_non_finite(tmp_path: Path) -> None:
+    """The first update of a process is not timed, so its throughput is null."""
     content = [
         {"update": at, "phase": "train", "perf/items_per_s": rate} for at, rate in ((1, None), (2, 9.0), (3, None))
     ]
@@ -290,7 +288,7 @@ def test_a_row_without_a_measured_throughput_is_not_reported_as_not_finite(tmp_p
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_the_page_says_that_a_row_is_a_mean_of_updates(every: int, tmp_path: Path) -> None:
+def test_the_page_notes_that_rows_are_means_of_updates(every: int, tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine")
     content = [{"update": number * every, "phase": "train", "train/loss": 1.0} for number in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -300,7 +298,7 @@ def test_the_page_says_that_a_row_is_a_mean_of_updates(every: int, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
+def test_a_page_of_100_000_rows_is_small(tmp_path: Path) -> None:
     path = full_run(tmp_path)
     (path / "plan.json").write_text(json.dumps(plan("ddp")))
     row = ', "phase": "train", "lr": 0.1, "train/loss": 2.%d, "train/grad_norm": 1.%d, "perf/items_per_s": 9%d, "perf/forward_ms": 1.%d}\n'
@@ -309,7 +307,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
         "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
     )
     charts = labelled(report(tmp_path, "full"))
-    assert charts.keys() == CHARTS - {"memory"}, "no row has its memory"
+    assert charts.keys() == CHARTS - {"memory"}, "no row has memory values"
 
 
 @pytest.mark.slow
@@ -329,7 +327,7 @@ def test_untrusted_text_is_escaped_and_secrets_are_redacted(tmp_path: Path) -> N
     (path / "predictions" / "<script>x.txt").write_text(evil.replace("\udc80", "") + token)
     page = report(tmp_path, "hostile")
     assert len(labelled(page)) >= 8
-    assert "alert(1)" in page.words, "it is shown, as text"
+    assert "alert(1)" in page.words, "the text is shown escaped"
     for secret in (token, "hunter2hunter2"):
         assert secret not in page.text
     assert "\x1b" not in page.text
@@ -395,12 +393,12 @@ def test_invalid_numbers_do_not_break_other_charts(tmp_path: Path, capsys: pytes
 
 
 def bands(page: Page, chart: str) -> list[str]:
-    """Return the tooltips of the bands of a chart, from left to right."""
+    """Return the tooltips of a chart's bands, from left to right."""
     svg = page.text[page.text.index(f'id="{chart}"') :]
     return re.findall(r"<title>([^<]*)</title></rect>", svg[: svg.index("</svg>")])
 
 
-def test_charts_show_their_values_under_the_pointer(full: Page) -> None:
+def test_charts_show_values_in_tooltips(full: Page) -> None:
     (*_, last) = bands(full, "loss")
     assert last.splitlines()[0] == "update 400"
     assert dict(line.split(": ") for line in last.splitlines()[1:])["validation"] == "2.1"
@@ -412,7 +410,7 @@ def test_charts_show_their_values_under_the_pointer(full: Page) -> None:
 
 
 class Interval:
-    """The wait between two pages: the n-th wait calls the n-th action."""
+    """Replaces the wait between two pages; the n-th wait calls the n-th action."""
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self.actions = list(actions)
@@ -449,7 +447,7 @@ def test_a_watched_page_reloads_until_training_ends(ends: list[bool], is_interru
     assert not waits.actions
 
 
-def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
+def test_only_watched_pages_reload(full: Page) -> None:
     def reloads(text: str) -> list[str | None]:
         return [attrs["content"] for attrs in Page(text).all("meta") if attrs.get("http-equiv") == "refresh"]
 
@@ -459,19 +457,19 @@ def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_watching_a_finished_run_writes_its_page_once_and_returns(
+def test_watching_a_finished_run_returns(
     tmp_path: Path,
 ) -> None:
     path = full_run(tmp_path)
     assert main(["report", "full", "--watch", f"output_root={tmp_path}"]) == 0
     page = Page((path / "report.html").read_text())
-    is_sound(page)
+    assert_is_sound(page)
     assert not [attrs for attrs in page.all("meta") if attrs.get("http-equiv") == "refresh"]
     assert main(["report", "full", "--watch", "every_s=0", f"output_root={tmp_path}"]) == 78
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_symbolic_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
+def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "diary.txt").write_text("dear diary")
@@ -483,13 +481,13 @@ def test_symbolic_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_of_many_runs_has_a_row_and_they_share_a_legend(tmp_path: Path) -> None:
+def test_many_runs_share_a_legend(tmp_path: Path) -> None:
     names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
     for number, name in enumerate(names):
         make_run(tmp_path, name, run__json=record(name), metrics__jsonl=list(rows(3)), config__yaml=f"seed: {number}\n")
     page = report(tmp_path, *names)
     for name in names:
-        assert page.text.count(f"<tr><td>{name}</td>") == 2, "in the figures and in the differing settings"
+        assert page.text.count(f"<tr><td>{name}</td>") == 2, "in the tables of figures and of differing settings"
         assert len(re.findall(rf"<text[^>]*>{name}</text>", page.text)) == 1
     assert page.words.count("first chart") == len(page.all("svg")) - 1
 
@@ -512,7 +510,7 @@ def test_runs_are_compared_by_curves_metrics_and_differing_settings(tmp_path: Pa
 
 @pytest.mark.parametrize("count", [2, 12])
 @pytest.mark.usefixtures("undrawn")
-def test_runs_with_the_same_settings_have_no_rows_of_different_settings(count: int, tmp_path: Path) -> None:
+def test_equal_settings_are_not_listed(count: int, tmp_path: Path) -> None:
     names = [f"run{number}" for number in range(count)]
     for name in names:
         make_run(tmp_path, name, run__json=record(name), config__yaml=f"run: {name}\nseed: 3\n")
@@ -525,7 +523,7 @@ def test_runs_with_the_same_settings_have_no_rows_of_different_settings(count: i
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
+def test_the_page_overwrites_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine", phases={"train": {"seconds": 100.0}}))
@@ -549,12 +547,12 @@ def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
         assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
         messages = capsys.readouterr().err
         assert "Traceback" not in messages
-        assert ".tmp-" not in messages, "the name of the first file is not informative"
+        assert ".tmp-" not in messages, "the name of the temporary file is not informative"
     assert (tmp_path / "work.html").read_text() == "<p>mine"
 
 
 @pytest.mark.parametrize("count", [1, 7, 319, 321, 5000])
-def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) -> None:
+def test_binned_curves_keep_extremes_means_and_gaps(count: int) -> None:
     generator = np.random.default_rng(count)
     y = generator.normal(size=count)
     y[count // 2 :: 50] = np.nan
@@ -570,7 +568,7 @@ def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) ->
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (390, 1280)
-# The page in two frames of these widths; a script of the outer page, not of the report, returns what is visible.
+# Shows the page in two frames of these widths. A script of the outer page, not of the report, returns what is visible.
 AROUND = """<!doctype html><meta charset="utf-8"><body style="margin:0; white-space:nowrap">FRAMES<script>
 window.onload = () => {
   const seen = [...document.querySelectorAll("iframe")].map(frame => {
@@ -590,7 +588,7 @@ window.onload = () => {
 
 @pytest.fixture
 def asked() -> Iterator[tuple[str, list[str]]]:
-    """The address of a local server, and the list of paths requested from it."""
+    """The address of a local server and the list of paths requested from it."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -631,7 +629,7 @@ def show_in_browser(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[s
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_browser_shows_the_page_in_light_and_dark_mode_at_any_width_without_requests(
+def test_a_browser_shows_the_page_without_requests(
     full: Page, asked: tuple[str, list[str]], tmp_path: Path, dark: bool
 ) -> None:
     from PIL import Image
@@ -645,20 +643,20 @@ def test_a_browser_shows_the_page_in_light_and_dark_mode_at_any_width_without_re
     seen, console, picture = show_in_browser(text, tmp_path, dark=dark)
     assert paths == []
     assert all("Content Security Policy" in line for line in console), console
-    assert bool(console) == dark, "foreign arguments are refused with a single message"
+    assert bool(console) == dark, "the policy reports blocked content"
     assert [frame["width"] for frame in seen] == list(WIDTHS)
     for frame in seen:
-        assert frame["needs"] <= frame["width"], "nothing overflows the window"
+        assert frame["needs"] <= frame["width"], "nothing must overflow the window"
         assert frame["charts"] == len(CHARTS)
         assert frame["small"] == []
         lights = [sum(map(int, re.findall(r"\d+", frame[key])[:3])) / 3 for key in ("back", "ink")]
         lights[1] = 255 - lights[1] if frame["filter"].startswith("invert(1)") else lights[1]
         assert (lights[0] < 60 and lights[1] > 180) if dark else (lights[0] > 230 and lights[1] < 60), frame
     with Image.open(picture) as image:
-        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "the charts are drawn"
+        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "charts must be visible"
 
 
-def test_a_report_reads_every_metric_that_a_health_rule_uses() -> None:
+def test_reports_read_all_metrics_of_health_rules() -> None:
     used = set()
 
     class Metrics(dict[str, Stat]):

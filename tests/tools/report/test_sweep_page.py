@@ -13,13 +13,13 @@ import pytest
 from runner.cli import main
 from runner.tools.report.watch import watch
 from tests.tools.report.runs import make_run, record, rows
-from tests.tools.report.test_report import Page, is_sound, labelled
+from tests.tools.report.test_report import Page, assert_is_sound, labelled
 
 GOAL = {"metric": "val/loss", "best_is": "min"}
 
 
 def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
-    """Create the folder of a search: trial 7 has the lowest loss, trial 2 failed, and the last trial is pending."""
+    """Create the folder of a search. Trial 7 has the lowest loss, trial 2 failed, and the last trial is pending."""
     path = folder / "outputs" / "lr"
     trials = []
     for number in range(1, count + 1):
@@ -45,13 +45,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_page_of_a_search_has_a_table_charts_and_a_comparison_of_the_best_trials(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_page_compares_the_best_trials(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "lr"]) == 0
     assert capsys.readouterr().out.split()[2] == "outputs/lr/report.html"
     page = Page((folder / "report.html").read_text())
-    is_sound(page)
+    assert_is_sound(page)
     assert "lr-7" in page.words
     assert "<- best" in page.words
     assert re.search(r"lr-2 .*\(exit 70\)", page.words)
@@ -109,14 +107,12 @@ def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     (folder / "sweep.json").write_text(json.dumps(content))
     assert main(["report", "lr"]) == 0
     page = Page((folder / "report.html").read_text())
-    is_sound(page)
+    assert_is_sound(page)
     assert main(["status", "lr"]) == 0
     assert main(["runs"]) == 0
 
 
-def test_a_sweep_is_one_row_among_runs_and_its_trials_can_be_named(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_listed_as_one_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(folder.parent, "alone", run__json=record("alone"))
     assert main(["runs"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Bottleneck: samples come from slow storage, 2 ms each, differ in each epoch, and are not prefetched."""
+"""Bottleneck: slow storage takes 2 ms per sample. Samples differ in each epoch and are not prefetched."""
 
 from __future__ import annotations
 

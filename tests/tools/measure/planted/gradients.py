@@ -1,4 +1,4 @@
-"""A network that computes for some milliseconds, with an optional sleep and optionally wrong gradients."""
+"""A network that computes for some milliseconds, optionally with a sleep or with wrong gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bottleneck: images of many sizes, with a kernel search for each of them. Slow only on a GPU."""
+"""Bottleneck: images of many sizes, each of which starts a kernel search. Slow only on a GPU."""
 
 from __future__ import annotations
 

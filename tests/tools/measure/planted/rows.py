@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Rows:
-    """`count` rows of `width` numbers, the same each time; fetched as one tensor (B, width)."""
+    """`count` rows of `width` numbers, always the same, fetched as one tensor (B, width)."""
 
     def __init__(self, count: int, width: int) -> None:
         self.rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))

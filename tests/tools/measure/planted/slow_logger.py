@@ -1,4 +1,4 @@
-"""Bottleneck: the task writes a line to a slow disk (2 ms) before each update. Fix: every 100th update."""
+"""Bottleneck: the task writes a line to a slow disk (2 ms) before each update. Fix: write before every 100th update."""
 
 from __future__ import annotations
 

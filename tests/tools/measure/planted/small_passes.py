@@ -1,4 +1,4 @@
-"""Bottleneck: each micro-batch takes an extra 3 ms, and the settings of the task split an update into 16 of them."""
+"""Bottleneck: each micro-batch takes an extra 3 ms, and the settings split an update into 16 micro-batches."""
 
 from __future__ import annotations
 

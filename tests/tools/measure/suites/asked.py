@@ -12,7 +12,7 @@ from runner.tools.measure.suites import SUITES
 
 
 def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> SuiteRequest:
-    """Return a request to a suite, with its default options except those given."""
+    """Return a request to a suite, with default options except for those given."""
     own = dict(SUITES[suite].options)
     return SuiteRequest(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)
 

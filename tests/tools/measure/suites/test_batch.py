@@ -32,7 +32,7 @@ def rows(result: SuiteReport) -> dict[tuple[object, object], Mapping[str, object
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
-    """A micro-batch takes 6 ms whatever its size, and 16 samples do not fit."""
+    """A micro-batch of any size takes 6 ms, and 16 samples do not fit."""
     result = report(tmp_path, "micro_batch_size=2", "task.pass_ms=6", "task.most=8", micro="2,4,8,16,3,32")
 
     assert result.data["recommended_micro_batch_size"] == 8
@@ -51,7 +51,7 @@ def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp_path: Path) -> None:
+def test_measurements_start_at_the_first_fitting_size(tmp_path: Path) -> None:
     result = report(tmp_path, "task.pass_ms=4", "task.most=4", micro="8,4,2")
 
     assert set(result.skipped) == {"as it is", "micro 8"}
@@ -71,7 +71,7 @@ def test_no_size_is_recommended_for_models_with_batch_norm(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_a_setting_that_changes_the_training_is_measured_but_not_recommended(tmp_path: Path) -> None:
+def test_settings_that_change_training_are_not_recommended(tmp_path: Path) -> None:
     """An update with twice as many samples takes the same time, but changes the training."""
     result = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
 
@@ -88,7 +88,7 @@ def test_sizes_must_be_positive_integers(tmp_path: Path, key: str, text: str) ->
         report(tmp_path, **{key: text})
 
 
-def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
+def test_unknown_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plots: is not an argument of this suite"):
         benchmark(["suite=batch", "plots", f"folder={tmp_path}"])
 
@@ -101,8 +101,8 @@ def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) 
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_too_short_for_the_baseline_to_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """Runs in real time; if the baseline does start within the budget, the table reports that no other variant did."""
+def test_a_too_short_budget_is_rejected(server: ForkServer, tmp_path: Path) -> None:
+    """Runs in real time. If the baseline does start within the budget, the table reports that no other variant did."""
     result = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
     assert result.code in (0, 78), result.err
     assert "budget_s" in (result.err if result.code else result.out)

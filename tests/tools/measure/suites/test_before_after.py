@@ -1,4 +1,4 @@
-"""`accel-run benchmark suite=before_after`: only faster settings are reported as a gain."""
+"""`accel-run benchmark suite=before_after` reports only faster settings as a gain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows(result: SuiteReport) -> dict[str, dict[str, Any]]:
 
 
 def profile(folder: Path, *settings: str) -> Path:
-    """Return a configuration folder with a hardware profile `mine` of these settings."""
+    """Return a configuration folder with a hardware profile `mine` that contains these settings."""
     (folder / "hardware").mkdir(parents=True)
     text = "# @package _global_\n# Mine.\n" + "".join(f"{line}\n" for line in settings)
     (folder / "hardware" / "mine.yaml").write_text(text)
@@ -46,7 +46,7 @@ def profile(folder: Path, *settings: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
-    """Reading 16 samples takes 16 ms, and samples cached in memory are not read again. 256 samples are 16 updates."""
+    """Reading 16 samples takes 16 ms. Samples cached in memory are not read again. 256 samples are 16 updates."""
     args = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
     wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *args, biggest="64")
     folder = profile(tmp_path / "conf", "dataloader:", "  cache: memory")
@@ -60,7 +60,7 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     biggest = table["largest batch, samples"]
     assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
     inference = table["inference, ms per row"]["before"]
-    assert 1.9 < inference < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
+    assert 1.9 < inference < 20, "predicting each of the 4 rows takes 2 ms"
     assert table["peak memory, GiB"]["after"] > 0.05
     assert table["GPU busy, %"]["sure"] == "not measured"
     assert "no GPU" in result.skipped["GPU busy"]
@@ -81,12 +81,12 @@ def test_batch_predictions_are_timed_per_sample(tmp_path: Path) -> None:
     task.write_text(TASK.read_text(encoding="utf-8").partition("\n    def predict(")[0] + batched, encoding="utf-8")
     result = run(asked("before_after", tmp_path, task, *SETTINGS, "task.sample_ms=2", biggest="0"))
     inference = rows(result)["inference, ms per sample"]["before"]
-    assert 1.9 < inference < 20, "each sample sleeps for 2 ms when it is predicted"
+    assert 1.9 < inference < 20, "predicting each sample takes 2 ms"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_plain_settings_compared_with_themselves_show_no_clear_change(tmp_path: Path) -> None:
+def test_equal_settings_show_no_clear_change(tmp_path: Path) -> None:
     args = plain_overrides(compose(Request(SETTINGS, TASK)))
 
     result = report(tmp_path, "task.pass_ms=20", *args, biggest="0")
@@ -110,9 +110,7 @@ def test_plain_settings_compared_with_themselves_show_no_clear_change(tmp_path: 
         (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),
     ],
 )
-def test_largest_batches_are_compared_only_if_larger_ones_were_tried(
-    before: Biggest, after: Biggest, sure: str
-) -> None:
+def test_largest_batches_need_a_failed_larger_one(before: Biggest, after: Biggest, sure: str) -> None:
     row = largest_row(before, after)
 
     assert row[:3] == ("largest batch, samples", before.size, after.size)
@@ -127,7 +125,7 @@ def before(request: Request) -> Configuration:
 
 
 @pytest.mark.slow
-def test_plain_settings_keep_loader_options_that_affect_results(tmp_path: Path) -> None:
+def test_plain_settings_keep_loader_options_with_effect(tmp_path: Path) -> None:
     lines = ("defaults:", "  - override /dataloader: thread", "dataloader:", "  drop_last: true")
 
     configuration = before(Request(("+hardware=mine", *SETTINGS), TASK, profile(tmp_path, *lines)))
@@ -163,7 +161,7 @@ def test_command_line_settings_apply_before_and_after(typed: str) -> None:
 
 
 @pytest.mark.slow
-def test_settings_that_are_not_given_have_plain_values_in_before() -> None:
+def test_other_settings_have_plain_values_in_before() -> None:
     result = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
 
     expected = {"precision": "fp32", "compile": "off", "attention": "math", "dataloader.num_workers": 0}
@@ -203,6 +201,6 @@ def test_gpu_utilization_is_measured_during_computation(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
-def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_numbers_are_rejected(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*integers"):
         report(tmp_path, **{key: text})

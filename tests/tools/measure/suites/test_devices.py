@@ -1,4 +1,4 @@
-"""`accel-run benchmark suite=devices`: the faster device is reported by size, with uncertainty."""
+"""`accel-run benchmark suite=devices` reports the faster device for each size, with uncertainty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
     ],
 )
 def test_the_faster_device_is_reported_for_each_measured_size(ratios: list[Ratio | None], expected: str) -> None:
-    """There is no extrapolation: only clear ratios of measured sizes count."""
+    """Only clear ratios of measured sizes count, without extrapolation."""
     assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == expected
 
 
@@ -52,7 +52,7 @@ def test_two_names_of_a_gpu_are_one_device() -> None:
 
 @pytest.fixture
 def slow_clock(virtual_time: SharedVirtualTime) -> Iterator[None]:
-    """Make readings of the clock slow, so that blocks have few updates even if these take no other time."""
+    """Make clock readings slow, so that blocks have few updates although updates take no other time."""
     virtual_time.read_s = 5e-3
     yield
     virtual_time.read_s = READ_S
@@ -96,13 +96,13 @@ def test_both_phases_are_measured_with_small_and_large_batches(tmp_path: Path) -
         (f"cpu:1,cpu:{'9' * 5000}", "is not a device of this machine"),
     ],
 )
-def test_a_missing_device_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_missing_device_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 
 @pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5")])
-def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_numbers_are_rejected(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         run(asked("devices", tmp_path, None, **{key: text}))
 
@@ -110,7 +110,7 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_any_task_can_be_compared_by_batch_size(tmp_path: Path) -> None:
-    """The task has no statistics pass, and all its samples have the same size."""
+    """The task has no fit phase, and all samples have the same size."""
     task = tmp_path / "plain.py"
     task.write_text(PLAIN)
     found = run(asked("devices", tmp_path, task, devices="cpu:1,cpu:2", batches="8,2"))

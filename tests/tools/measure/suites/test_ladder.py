@@ -1,4 +1,4 @@
-"""The ladder: techniques without effect are reported as such, and those that change the results are never a gain."""
+"""The ladder reports techniques without effect, and never reports techniques that change the results as a gain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.tools.measure.suites.asked import asked
 TASK = Path(__file__).parents[1] / "task_to_measure.py"
 SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=8")
 STEPS = 12
-# name -> file of a technique added by the user
+# name -> file of a user-defined technique
 PLANTED = {
     "nothing": "overrides: [task.dies_at=0]",
     "slow": "overrides: [task.sleep_ms=9.2]",
@@ -94,7 +94,7 @@ def test_a_technique_without_effect_shows_no_clear_change(rows: dict[str, dict[s
 
 
 @pytest.mark.slow
-def test_a_technique_that_takes_a_tenth_longer_is_slower(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_that_is_10_percent_slower_is_worse(rows: dict[str, dict[str, object]]) -> None:
     assert rows["slow"]["verdict"] == "worse"
 
 
@@ -105,14 +105,14 @@ def test_a_faster_technique_is_found(rows: dict[str, dict[str, object]]) -> None
 
 
 @pytest.mark.slow
-def test_a_technique_that_changes_gradients_is_flagged_and_not_combined(rows: dict[str, dict[str, object]]) -> None:
+def test_techniques_that_change_gradients_are_not_combined(rows: dict[str, dict[str, object]]) -> None:
     assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
     for row in rows.values():
         assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("word", "fix"), [("rounds", "rounds=60"), ("modes", "modes=NAME"), ("suite", "suite=ladder")])
-def test_a_key_without_a_value_is_refused(word: str, fix: str) -> None:
+def test_a_key_without_a_value_is_rejected(word: str, fix: str) -> None:
     with pytest.raises(ConfigError, match="needs a value") as raised:
         benchmark([word, "task=gpt"])
 
@@ -146,7 +146,7 @@ def test_techniques_are_stacked_in_order(
     assert rows["up to quick"]["members"] == ["nothing", "quick"]
     own = rows["up to quick"]["own"]
     assert isinstance(own, dict)
-    assert own["middle"] > 1.05, "faster than the stack before it"  # lint-tests: measured: in virtual time
+    assert own["middle"] > 1.05, "faster than the previous stack"  # lint-tests: measured: in virtual time
     assert "quick" in measured[0].headline
 
 
@@ -168,7 +168,7 @@ def test_start_time_compile_time_memory_and_kernels_are_reported(
 
 
 @pytest.mark.slow
-def test_the_table_has_a_column_per_variant_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
+def test_the_table_has_columns_of_variants_and_rows_of_steps(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     columns = columns_of(folder)
 
@@ -202,7 +202,7 @@ def test_the_baseline_can_be_measured_alone(tmp_path: Path, config_dir: Path) ->
 
 
 @pytest.mark.slow
-def test_only_the_stack_is_measured_if_only_the_stack_is_requested(tmp_path: Path, config_dir: Path) -> None:
+def test_the_stack_can_be_measured_alone(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="cumulative", steps="4", rounds="4")
 
     report = run(wanted)
@@ -216,7 +216,7 @@ def place_on(device: str, comparison: object = None) -> MeasurementContext:
 
 
 def test_float16_starts_last_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
-    """On a CPU, its updates take ten times as long, so starting it earlier would use the time of the others."""
+    """float16 updates take ten times as long on a CPU, so an earlier start would use the time of other techniques."""
     asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
 
@@ -240,7 +240,7 @@ def test_float16_starts_last_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
 def test_an_interrupted_benchmark_keeps_its_measurements(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal arrives while blocks are measured; afterwards its handler is restored."""
+    """A signal arrives while blocks are measured. Afterwards, the signal handler is restored."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
     turn, made, handler = Comparison.run_block, [], signal.getsignal(signal.SIGTERM)
 
@@ -260,11 +260,11 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
     quick = Results(tmp_path).rows()["quick"]
     assert quick.outcome.ratio is not None
     assert quick.outcome.ratio.num == 3
-    assert (quick.usage.peak_gib or 0) > 0, "the interrupted block is not used in the report"
+    assert (quick.usage.peak_gib or 0) > 0, "the report must not use the interrupted block"
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, config_dir: Path) -> None:
+def test_slow_techniques_without_gain_are_not_stacked(tmp_path: Path, config_dir: Path) -> None:
     asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
     climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on("cpu"), lambda _: None)
     better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
@@ -276,7 +276,7 @@ def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_path: Path, config_dir: Path) -> None:
+def test_remeasuring_a_technique_keeps_other_columns(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     times = {BASELINE: (1.0, 1.0), "bf16": (2.0,), "nothing": (3.0,)}
     results.put({name: LadderRow(updates_ms=ms) for name, ms in times.items()})
@@ -288,7 +288,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
     assert len(columns["nothing"]) == 4
     assert columns["nothing"] != [3.0]
     own, sessions = columns[session_baseline(2)], {name: row.session for name, row in results.rows().items()}
-    assert len(own) == 4, "together with its baseline"
+    assert len(own) == 4, "the baseline is measured again"
     assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
 
 
@@ -313,7 +313,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
         (("nothing",), {"techniques": "[slow]"}, "which also select techniques"),
     ],
 )
-def test_contradictory_arguments_are_refused(
+def test_contradictory_arguments_are_rejected(
     tmp_path: Path, config_dir: Path, args: tuple[str, ...], options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -321,7 +321,7 @@ def test_contradictory_arguments_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_table_is_reported_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+def test_a_damaged_table_is_reported_before_measurements(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({"nothing": LadderRow(updates_ms=(1.0,))})
     results.json.write_text('{"techniques": {')
@@ -365,7 +365,7 @@ def test_results_are_plotted_if_there_are_any(
         run(wanted_in(tmp_path, config_dir, "plots"))
 
 
-def test_the_batch_size_is_the_number_of_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
+def test_the_batch_size_is_that_of_an_update(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, "nothing", batch="8")
 
     assert ladder.parse_request(wanted).configuration.settings.global_batch_size == 8
@@ -412,7 +412,7 @@ def test_a_users_technique_replaces_a_shipped_one(tmp_path: Path) -> None:
     "text",
     ["precision=bf16", "overrides: precision=bf16", "overrides: [bf16]", "override: []", "overrides: []\nneeds: x"],
 )
-def test_an_invalid_technique_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_technique_files_are_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
 
@@ -421,7 +421,7 @@ def test_an_invalid_technique_file_is_refused(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("name", ["step", "all", "plots"])
-def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_reserved_names_are_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
 
@@ -435,7 +435,7 @@ def test_every_argument_of_the_ladder_is_accepted() -> None:
 
 @pytest.mark.slow
 def test_another_optimizer_keeps_its_hyperparameters() -> None:
-    """A comparison of optimizers must not compare different learning rates by mistake."""
+    """A comparison of optimizers must not also compare different learning rates."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
     args = stack_overrides(
@@ -510,8 +510,8 @@ def test_steps_are_sampled_evenly_from_beginning_to_end(num: int, kept: tuple[fl
 
 
 @pytest.mark.slow
-def test_techniques_for_which_no_time_is_left_are_reported_as_untried(tmp_path: Path, config_dir: Path) -> None:
-    """That they were not tried is not an error: a larger budget would try them."""
+def test_techniques_without_time_are_untried(tmp_path: Path, config_dir: Path) -> None:
+    """This is not an error, because a larger budget would try them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
     wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)
 

@@ -1,4 +1,4 @@
-"""`accel-run benchmark suite=loader`: waits for data are found, and impossible variants are reported, not measured."""
+"""`accel-run benchmark suite=loader` finds waits for data, and reports impossible variants without measuring them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_a_cache_is_faster_if_reading_is_slow(tmp_path: Path) -> None:
-    """Reading a sample takes 3 ms and an update 6 ms, so 24 of 30 ms are data wait."""
+    """Reading a batch takes 24 ms, at 3 ms per sample, and an update takes 6 ms, so 24 of 30 ms are data wait."""
     result = report(
         tmp_path,
         "task.read_ms=3",
@@ -53,7 +53,7 @@ def test_a_cache_is_faster_if_reading_is_slow(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_a_loader_without_effect_shows_no_clear_change(tmp_path: Path) -> None:
-    """Reading is fast, so prefetching hides nothing. Without a cache, a thread counts as one worker process."""
+    """Reading is fast, so prefetching has no effect. Without a cache, a thread counts as one worker process."""
     result = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
 
     assert result.headline.startswith("no clear change")
@@ -97,12 +97,12 @@ def test_loaders_without_prefetch_are_measured_once(tmp_path: Path) -> None:
         ("cache", "disk"),
     ],
 )
-def test_invalid_loader_values_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_loader_values_are_rejected(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         report(tmp_path, **{key: text})
 
 
-def test_a_loader_defined_in_the_task_file_is_refused(tmp_path: Path) -> None:
+def test_custom_loaders_are_rejected(tmp_path: Path) -> None:
     task = tmp_path / "own_loader.py"
     task.write_text(
         f"{TASK.read_text()}\n\ndef plain(read, requests):\n"

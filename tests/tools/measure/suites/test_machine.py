@@ -1,4 +1,4 @@
-"""suite=machine: rates are work divided by time."""
+"""The rates of suite=machine are work divided by time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEVICE = torch.device("cpu")
 H100 = Device("cuda", 0, "NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB, capability=(9, 0))
 
 
-# ---------------------------------------------------------------- the parts
+# ---------------------------------------------------------------- parts
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def asked() -> CheckContext:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes exactly one millisecond."""
+    """Make every call take exactly one millisecond."""
 
     def planted(call: Callable[[], object], device: torch.device) -> float:
         call()
@@ -87,9 +87,7 @@ def test_the_triad_reads_two_arrays_and_writes_one(asked: CheckContext, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
-def test_triad_arrays_are_four_times_as_large_as_the_cache(
-    asked: CheckContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triad_arrays_are_four_times_the_cache_size(asked: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", 1)
     monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 10 * machine_rates.MIB)
 
@@ -97,7 +95,7 @@ def test_triad_arrays_are_four_times_as_large_as_the_cache(
 
 
 def test_each_last_level_cache_counts_once(asked: CheckContext, tmp_path: Path) -> None:
-    """Two cores have separate last-level caches, and two share one: 3 x 32 MiB."""
+    """Two cores have separate last-level caches and two cores share one, so there are 3 x 32 MiB."""
     kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
     for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
         for name, values in kinds.items():
@@ -133,7 +131,7 @@ def rate_of(part: str, name: str) -> Rate:
     return Rate(part, "cuda:0", name, 1, 1.0)
 
 
-def test_peak_rates_are_taken_from_the_device_profile_with_their_source(peaks: DataSheetPeaks) -> None:
+def test_peak_rates_come_from_the_device_profile(peaks: DataSheetPeaks) -> None:
     facts = profile_facts()["h100"]["devices"][0]
 
     peak, source = peaks.find(H100, rate_of("matmul", "bf16"))
@@ -170,7 +168,7 @@ def wanted(folder: Path, *args: str) -> SuiteRequest:
     return SuiteRequest(request, args, SUITES["machine"].options, folder, "here-", 10.0, lambda _: None)
 
 
-def test_a_typo_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
+def test_typos_are_reported_before_measurements(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean matmul"):
         machine.run(wanted(tmp_path, "matmull"))
     assert list(tmp_path.iterdir()) == []
@@ -205,9 +203,7 @@ def _dies(*_: Any) -> Any:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_part_whose_process_dies_is_skipped_and_the_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_whose_process_dies_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PART_FUNCTIONS", {**machine.PART_FUNCTIONS, "matmul": _dies})
     report = machine.run(wanted(tmp_path, "matmul", "copies"))
 

@@ -1,4 +1,4 @@
-"""`accel-run benchmark suite=parallelism`: two ranks have the known speedup, and impossible forms are reported."""
+"""`accel-run benchmark suite=parallelism` finds the known speedup of two ranks, and rejects invalid requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.measure.suites.asked import asked, blocks
 TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 LAYERS = Path(__file__).parents[1] / "planted" / "layers.py"
 SETTINGS = ("global_batch_size=32",)
-TICKS = 0.02  # relative tolerance: each reading of the clock takes 10 us
+TICKS = 0.02  # relative tolerance, because each reading of the clock takes 10 us
 
 
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, **options: str) -> SuiteReport:
@@ -31,7 +31,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, **option
 
 @pytest.mark.slow
 def test_two_ranks_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample takes 3 ms, on each rank."""
+    """A sample takes 3 ms on each rank."""
     result = report(tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", updates="3")
 
     ratios = result.data["ratios"]
@@ -44,7 +44,7 @@ def test_two_ranks_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Alone(Comparison):
-    """Runs two updates of each variant, and returns fixed times."""
+    """Runs two updates of each variant and returns fixed times."""
 
     def compare(self, variants: Sequence[Variant], limits: CompareLimits, log: LogFunction = print) -> ComparisonResult:
         result = []
@@ -57,9 +57,9 @@ class Alone(Comparison):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("real_time")  # stages do not take part in the collectives that synchronize virtual clocks
+@pytest.mark.usefixtures("real_time")  # stages do not join the collectives that synchronize virtual clocks
 def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a single micro-batch per update, each stage would always wait for the other."""
+    """If an update had a single micro-batch, each stage would always wait for the other."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.01)
     monkeypatch.setattr(parallelism, "Comparison", Alone)
 
@@ -75,7 +75,7 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_time")
-def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
+def test_a_budget_without_time_for_a_block_is_an_error(tmp_path: Path) -> None:
     wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", updates="1"), budget_s=0.01)
 
     with pytest.raises(AccelRunError, match=r"budget_s: is too short"):
@@ -83,7 +83,7 @@ def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_shares_without_effect_are_not_reported_as_a_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_without_effect_are_not_a_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", updates="5")
 
     assert [row[0] for row in result.tables[0].rows] == ["equal"]
@@ -97,6 +97,6 @@ def test_shares_without_effect_are_not_reported_as_a_gain(tmp_path: Path, monkey
         ("forms", "fsdp2", "must be values from single"),
     ],
 )  # fmt: skip
-def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, message: str) -> None:
+def test_impossible_requests_are_rejected(tmp_path: Path, key: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*{message}"):
         run(asked("parallelism", tmp_path, TASK, **{key: text}))
