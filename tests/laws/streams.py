@@ -1,4 +1,4 @@
-"""Streams of numbers for tests: with and without state, in files of unequal length, and intentionally broken ones."""
+"""Streams of numbers for tests: with and without state, in files of unequal lengths, some intentionally broken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS = [*chain(*FILES)]
 
 
 class Files:
-    """The numbers of some files, in order, with a draw from each global generator of torch and Python."""
+    """Numbers of some files, in order, each with a draw from the global generators of torch and Python."""
 
     def __init__(self, files: list[list[int]]) -> None:
         self.files, self.epoch = files, 0
@@ -90,7 +90,7 @@ KINDS: dict[str, type[Files]] = {
 
 
 class ByWorker(IterableDataset):  # type: ignore[type-arg]
-    """A dataset that divides itself among workers as in torch's documentation."""
+    """A dataset that divides itself among workers, as in torch's documentation."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()

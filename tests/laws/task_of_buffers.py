@@ -1,4 +1,4 @@
-"""A task whose training forward pass changes and uses buffers, so later results depend on the samples of a rank."""
+"""A task whose forward pass in training changes and uses buffers, so later results depend on the samples of a rank."""
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,15 @@ SETTINGS = {"global_batch_size": 8, "micro_batch_size": 2, "updates": 8, "optimi
 def build(*, norm: bool = True, grows: bool = False, frozen: bool = False) -> Task:
     """A classifier of points.
 
-    norm    also has a batch norm
-    grows   has a buffer that is not saved and grows to the size of the longest batch
-    frozen  the codebook is a parameter without gradients instead of a buffer
+    norm add a batch norm
+    grows add a buffer that is not saved and grows to the size of the longest batch
+    frozen make the codebook a parameter without gradients instead of a buffer
     """
     return Points(norm, grows, frozen)
 
 
 class Center(nn.Module):
-    """Subtracts a moving average of its inputs, and counts them."""
+    """Subtracts a moving average of its inputs, and counts the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -30,13 +30,13 @@ class Center(nn.Module):
 
     def forward(self, x):
         if self.training:
-            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)  # a new tensor replaces the old one
+            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)  # assigns a new tensor
             self.seen += len(x)
         return (x - self.mean) * (1 + 1e-3 * self.seen)
 
 
 class Codebook(nn.Module):
-    """Adds the nearest code vector. Code vectors move towards their inputs, by mistake also in evaluations."""
+    """Adds the nearest code vector. Code vectors move towards their inputs, even in evaluations, which is a mistake."""
 
     def __init__(self, frozen):
         super().__init__()
@@ -56,7 +56,7 @@ class Codebook(nn.Module):
 
 
 class Table(nn.Module):
-    """A constant that is an expanded tensor, and a cache."""
+    """Has a constant that is an expanded tensor, and a cache."""
 
     def __init__(self, grows):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A float64 regression with a hook that clips the gradient of each parameter, and one that records its calls."""
+"""A float64 regression with a hook that clips the gradient of each parameter and a hook that records its calls."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A small diffusion task that draws in its loss, its metrics and every layer; in float64 for precise comparisons."""
+"""A small float64 diffusion task that draws in the loss, the metrics and every layer."""
 
 import os
 import signal
@@ -23,14 +23,14 @@ WIDTH = 6
 def build(*, full_above: int = 0, end: str = "", end_at: int = 4) -> Task:
     """Points to denoise.
 
-    full_above  micro-batches with more samples are out of memory in the third update; 0: none
+    full_above  micro-batches with more samples run out of memory in the third update; 0: none do
     end         name of a signal that the first process sends itself before update `end_at`
     """
     return Points(full_above, end, end_at)
 
 
 class Layer(nn.Module):
-    """A linear layer with noise and dropout, drawn under its name."""
+    """A linear layer with noise and dropout, whose draws depend on its name."""
 
     def __init__(self, name, before, after):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A task that records what each loss drew, counts forward passes, and copies weights to a frozen parameter."""
+"""A task that records the draws of each loss, counts forward passes, and copies weights to a frozen parameter."""
 
 import random
 

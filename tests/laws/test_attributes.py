@@ -1,4 +1,4 @@
-"""A forward pass must keep state for later passes in buffers; other attributes are ignored."""
+"""State that a forward pass keeps for later passes must be in buffers; attributes that no pass uses are ignored."""
 
 from __future__ import annotations
 
@@ -54,22 +54,20 @@ USED = {
     "a tensor changed in place": ("torch.zeros(3)", f"self.kept.mul_(0.9).add_({MEAN}); x = x - self.kept"),
     "a list": ("[]", f"self.kept.append({MEAN}); x = x - torch.stack(self.kept).mean(0)"),
     "an array": ("__import__('numpy').zeros(3)", "self.kept += 1; x = x + torch.from_numpy(self.kept).float()"),
-    "what an evaluation changes": ("0", "self.kept += not self.training; x = x + 0.1 * self.kept"),
+    "changed in evaluations": ("0", "self.kept += not self.training; x = x + 0.1 * self.kept"),
 }
 UNUSED = {
     "a counter": ("0", "self.kept += 1"),
     "activations for later": ("None", "self.kept = x"),
     "an auxiliary loss": ("[]", "self.kept.append(x.mean().item())"),
     "a cache": ("None", "self.kept = torch.ones(3) if self.kept is None else self.kept; x = x + self.kept"),
-    "what the task sets before updates": ("0", "x = x * self.scale"),
+    "set by the task before updates": ("0", "x = x * self.scale"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
-def test_an_attribute_that_later_passes_use_stops_the_run_with_a_fix(
-    kept: str, body: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_attributes_used_by_later_passes_stop_the_run(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
     result = trained(kept, body, server, tmp_path)
     assert result.code == 70, result.err
     assert "1.kept" in result.err
@@ -78,8 +76,8 @@ def test_an_attribute_that_later_passes_use_stops_the_run_with_a_fix(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
-def test_attributes_of_the_task_count_as_state(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
-    """When a run resumes, a center as in DINO or an annealing counter would silently start from scratch."""
+def test_task_attributes_count_as_state(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
+    """After a resume, a center as in DINO or an annealing counter would silently start from scratch."""
     result = trained(kept, body.replace("self.training", "model.training"), server, tmp_path, task=OF_TASK)
     assert result.code == 70, result
     assert "task.kept" in result.err
@@ -97,7 +95,7 @@ DATA = {
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kept", DATA.values(), ids=DATA)
 def test_data_stored_in_the_task_is_not_copied(kept: str, server: ForkServer, tmp_path: Path) -> None:
-    """A memory map of a file larger than memory ended the process."""
+    """Copying a memory map of a file larger than memory would end the process."""
     result = trained(kept, "x = x * (1 + 0 * float(self.kept[0]))", server, tmp_path, task=OF_TASK)
     assert result.code == 0, result.err
 
@@ -113,10 +111,8 @@ AVERAGE = "[kept.WRITE.lerp_(new.WRITE, 0.1) for kept, new in zip(self.kept.para
 
 
 @pytest.mark.parametrize("write", ["detach()", "data"])
-def test_a_teacher_that_starts_as_a_copy_of_the_student_stops_the_run(
-    write: str, server: ForkServer, tmp_path: Path
-) -> None:
-    """After the first pass, only its version differs; its values may change in the second update."""
+def test_a_teacher_copied_from_the_student_stops_the_run(write: str, server: ForkServer, tmp_path: Path) -> None:
+    """After the first pass, only its version differs. Its values may change in the second update."""
     result = trained("None", AVERAGE.replace("WRITE", write), server, tmp_path, task=COPIED)
     assert result.code == 70, result
     assert "task.kept.bias" in result.err
@@ -131,17 +127,16 @@ CONVERSIONS = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_a_frozen_network_that_the_first_loss_converts_is_not_a_moving_average(
-    conversion: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_converted_frozen_network_is_accepted(conversion: str, server: ForkServer, tmp_path: Path) -> None:
     frozen = "nn.Sequential(*[nn.Conv2d(64, 128, 3) for _ in range(8)]).requires_grad_(False)"
-    task = OF_TASK.replace("class Mine(Task):", "class Mine(Task):\n    loss_is_additive = False")  # no earlier pass
+    # so that the check of the loss runs no earlier pass
+    task = OF_TASK.replace("class Mine(Task):", "class Mine(Task):\n    loss_is_additive = False")
     result = trained(frozen, f"self.kept = {conversion}", server, tmp_path, task=task)
     assert result.code == 0, result.err
 
 
-def test_a_moving_average_outside_of_the_model_stops_the_run(server: ForkServer, tmp_path: Path) -> None:
-    """When a run resumes, a mean teacher stored in the task would start from scratch."""
+def test_moving_averages_outside_of_the_model_stop_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """After a resume, a mean teacher stored in the task would start from scratch."""
     body = "[kept.data.lerp_(new.data[:1], 0.1) for kept, new in zip(self.kept.parameters(), model[0].parameters())]"
     result = trained(TEACHER, body, server, tmp_path, task=OF_TASK)
     assert result.code == 70, result
@@ -150,9 +145,7 @@ def test_a_moving_average_outside_of_the_model_stops_the_run(server: ForkServer,
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_parameters_outside_of_the_model_that_receive_gradients_are_named(
-    is_used: bool, server: ForkServer, tmp_path: Path
-) -> None:
+def test_outside_parameters_with_gradients_are_named(is_used: bool, server: ForkServer, tmp_path: Path) -> None:
     body = "x = x * self.kept(x).mean()" if is_used else "x = x * self.kept(x).mean().detach()"
     result = trained(
         TEACHER,
@@ -167,16 +160,14 @@ def test_parameters_outside_of_the_model_that_receive_gradients_are_named(
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
-def test_an_attribute_that_no_later_pass_uses_is_ignored(
-    kept: str, body: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_unused_attributes_are_ignored(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
     result = trained(kept, body, server, tmp_path)
     assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_buffer_that_grows_stops_the_run(first: int, server: ForkServer, tmp_path: Path) -> None:
-    """Its checkpoints could not be loaded, because a new model has another shape."""
+def test_a_growing_buffer_stops_the_run(first: int, server: ForkServer, tmp_path: Path) -> None:
+    """The checkpoints could not be loaded, because the buffer of a new model has a different shape."""
     grow = f"self.bank = torch.cat([self.bank, self.bank]) if self.scale > {first} else self.bank"
     built = TASK.replace("        BODY", f"        {grow}").replace(
         "        super().__init__()\n",
@@ -201,9 +192,7 @@ STATES = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("made", "code"), STATES.values(), ids=STATES)
-def test_state_that_a_checkpoint_cannot_contain_is_refused_before_training(
-    made: str, code: int, server: ForkServer, tmp_path: Path
-) -> None:
+def test_state_that_cannot_be_saved_is_rejected(made: str, code: int, server: ForkServer, tmp_path: Path) -> None:
     built = TASK.replace("        super().__init__()\n", f"        super().__init__()\n        {made}\n")
     result = trained("None", "", server, tmp_path, task=built)
     assert result.code == code, result
@@ -215,7 +204,7 @@ def test_state_that_a_checkpoint_cannot_contain_is_refused_before_training(
 ADDED = {
     "saved, on two ranks": (True, "0", "parallelism=ddp parallelism.world_size=2"),
     "not persistent": (False, "0", ""),
-    "left out by a hook": (
+    "removed by a hook": (
         False,
         "self.register_state_dict_post_hook(lambda _, state, *rest: drop(state)) and 0",
         "",
@@ -225,10 +214,8 @@ ADDED = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("how", ADDED)
-def test_a_buffer_added_by_the_first_update_stops_the_run_if_checkpoints_contain_it(
-    how: str, server: ForkServer, tmp_path: Path
-) -> None:
-    """A resumed run builds the model without it, so no checkpoint could be loaded."""
+def test_saved_buffers_added_by_the_first_update_stop_the_run(how: str, server: ForkServer, tmp_path: Path) -> None:
+    """A resumed run builds the model without the buffer, so no checkpoint could be loaded."""
     is_saved, kept, args = ADDED[how]
     adds = f"self.register_buffer('late', torch.zeros(3), persistent={how != 'not persistent'})"
     result = trained(kept, f"hasattr(self, 'late') or {adds}; x = x + self.late", server, tmp_path, args)

@@ -1,4 +1,4 @@
-"""A hook may change gradients before the optimizer step, for any micro-batches, ranks, retries and resumes."""
+"""A hook may change gradients before the optimizer step, with any micro-batches, ranks, retries and resumes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def saved(folder: Path) -> dict[str, Tensor]:
 
 
 def trained(folder: Path, *args: str, world: World | None = None, task: Path = TASK) -> list[Any]:
-    """Train and save a run; return the calls that were recorded."""
+    """Train and save a run; return the recorded calls."""
     with open_phase(request_of(folder, *args, task=task), world) as phase:
         assert phase.run_updates() is None
         return recorded(phase)
 
 
 def by_hand(folder: Path, sizes: Sequence[int], *, limit: float = LIMIT) -> dict[str, Tensor]:
-    """Plain loop: gradients of sums over micro-batches of these sizes, divided once, then clipped each."""
+    """Train with a plain loop: sum gradients over micro-batches of these sizes, divide once, clip each gradient."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run.parts.task, phase.run.parts.bare
         x, y = task.dataset("train").tensors  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("sizes", [[8], [2, 2, 2, 2]], ids=str)
-def test_clipping_each_parameter_equals_a_plain_loop_bit_for_bit(sizes: list[int], tmp_path: Path) -> None:
+def test_clipping_each_parameter_equals_a_plain_loop(sizes: list[int], tmp_path: Path) -> None:
     calls = trained(tmp_path / "run", f"micro_batch_size={sizes[0]}")
     expected = by_hand(tmp_path / "hand", sizes)
     assert_equal(saved(tmp_path / "run"), expected)
@@ -94,7 +94,7 @@ def test_clipping_each_parameter_equals_a_plain_loop_bit_for_bit(sizes: list[int
     assert [call[:3] for call in calls] == [(update, "", NAMES) for update in range(UPDATES)]
 
 
-def test_an_update_with_unequal_shares_equals_a_plain_loop_bit_for_bit(tmp_path: Path) -> None:
+def test_unequal_shares_equal_a_plain_loop(tmp_path: Path) -> None:
     def rank(world: World) -> list[Any]:
         ranks = ("parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[7,1]")
         return trained(tmp_path / "ranks", *ranks, world=world)
@@ -107,7 +107,7 @@ def test_an_update_with_unequal_shares_equals_a_plain_loop_bit_for_bit(tmp_path:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_sharded_and_pipelined_models_have_the_same_update(strategy: str, tmp_path: Path) -> None:
+def test_sharded_and_pipelined_updates_are_equal(strategy: str, tmp_path: Path) -> None:
     def rank(world: World) -> list[Any]:
         ranks = (f"parallelism={strategy}", "parallelism.world_size=2", "hook.record.enabled=false")
         with open_phase(request_of(tmp_path / "ranks", *ranks), world) as phase:
@@ -128,7 +128,7 @@ def test_sharded_and_pipelined_models_have_the_same_update(strategy: str, tmp_pa
     assert_equal(saved(tmp_path / "ranks"), by_hand(tmp_path / "hand", [8]), PROMISED[torch.float64])
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
     trained(tmp_path / "straight", "micro_batch_size=2")
     with open_phase(request_of(tmp_path / "parts", "micro_batch_size=2")) as phase:
         for update in phase.updates():
@@ -141,13 +141,13 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(saved(tmp_path / "parts"), saved(tmp_path / "straight"))
 
 
-def test_gradients_are_clipped_before_the_call_and_detached_from_autograd(tmp_path: Path) -> None:
+def test_before_step_receives_clipped_gradients(tmp_path: Path) -> None:
     args = ("max_grad_norm=0.125", "hook.clip_each.enabled=false", "hook.record.decays=true")
     norms = [norm for *_, norm in trained(tmp_path, *args)]
-    assert 0.1249 < max(norms) < 0.125  # clipping adds 1e-6 to the norm
+    assert 0.1249 < max(norms) < 0.125  # clip_grad_norm_ adds 1e-6 to the norm
 
 
-def test_each_objective_is_called_with_its_parameters_when_it_steps(tmp_path: Path) -> None:
+def test_before_step_receives_the_parameters_of_the_objective(tmp_path: Path) -> None:
     task = tmp_path / "task_of_two.py"
     task.write_text(TASK.read_text() + OBJECTIVES)
     calls = trained(tmp_path, "hook.clip_each.enabled=false", task=task)
@@ -156,7 +156,7 @@ def test_each_objective_is_called_with_its_parameters_when_it_steps(tmp_path: Pa
     assert max(norm for _, name, _, norm in calls if name == "first") <= 0.5
 
 
-def test_an_update_that_overflows_has_infinite_gradients_and_is_skipped(tmp_path: Path) -> None:
+def test_an_overflowing_update_is_skipped(tmp_path: Path) -> None:
     task = tmp_path / "task_of_overflows.py"
     task.write_text(TASK.read_text().replace(".double()", "").replace("float64", "float32"))
     calls = trained(tmp_path, "precision=fp16", "precision.init_scale=1.0e7", "updates=40", task=task)
@@ -168,7 +168,7 @@ def test_an_update_that_overflows_has_infinite_gradients_and_is_skipped(tmp_path
 
 
 @pytest.mark.parametrize("place", ["loss", "step"])
-def test_before_step_is_called_once_for_an_update_repeated_after_out_of_memory(place: str, tmp_path: Path) -> None:
+def test_before_step_is_called_once_despite_oom_retries(place: str, tmp_path: Path) -> None:
     trained(tmp_path / "one")
     with open_phase(request_of(tmp_path / "short")) as phase:
         work: Any = phase.work
@@ -187,7 +187,7 @@ def test_before_step_is_called_once_for_an_update_repeated_after_out_of_memory(p
     assert_equal(saved(tmp_path / "short"), saved(tmp_path / "one"), PROMISED[torch.float64])
 
 
-def test_hooks_that_do_not_override_before_step_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hooks_with_before_step_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(Hook, "before_step", lambda *args: calls.append(args))
     with open_phase(request_of(tmp_path, "hook.clip_each.enabled=false", "hook.record.enabled=false")) as phase:
@@ -195,7 +195,7 @@ def test_hooks_that_do_not_override_before_step_are_not_called(tmp_path: Path, m
     assert not calls
 
 
-def test_a_parameter_whose_gradient_is_removed_is_left_out_of_the_step(tmp_path: Path) -> None:
+def test_a_parameter_without_gradient_is_not_updated(tmp_path: Path) -> None:
     task = tmp_path / "task_of_frozen_parts.py"
     removed = "weight.grad = None if len(weight.shape) < 2 else weight.grad * (LIMIT"
     task.write_text(TASK.read_text().replace("weight.grad *= (LIMIT", removed))
@@ -206,7 +206,7 @@ def test_a_parameter_whose_gradient_is_removed_is_left_out_of_the_step(tmp_path:
     assert unchanged == ["0.bias", "2.bias"]
 
 
-def test_an_error_in_before_step_names_the_file_and_line(tmp_path: Path) -> None:
+def test_errors_in_before_step_name_file_and_line(tmp_path: Path) -> None:
     task = tmp_path / "task_with_error.py"
     text = TASK.read_text().replace("weight.grad *= (LIMIT", "weight.gradient *= (LIMIT")
     task.write_text(text)
@@ -216,7 +216,7 @@ def test_an_error_in_before_step_names_the_file_and_line(tmp_path: Path) -> None
     assert f"{task.name}:{line}" in caught.value.problems[0].where
 
 
-def test_before_step_without_the_objective_parameter_is_refused(tmp_path: Path) -> None:
+def test_before_step_must_have_the_objective_parameter(tmp_path: Path) -> None:
     task = tmp_path / "task_without_objective.py"
     task.write_text(
         TASK.read_text().replace("def before_step(self, parameters, objective)", "def before_step(self, parameters)")
@@ -226,7 +226,7 @@ def test_before_step_without_the_objective_parameter_is_refused(tmp_path: Path) 
     assert task.name in caught.value.problems[0].where
 
 
-def test_before_step_receives_the_parameters_that_the_phase_trains(tmp_path: Path) -> None:
+def test_before_step_receives_only_trained_parameters(tmp_path: Path) -> None:
     task = tmp_path / "task_whose_hook_sees_two_phases.py"
     task.write_text(TASK.read_text() + '\n\nPHASES = {"head": {"trains": ["2"]}}\n')
     calls = trained(tmp_path, "hook.clip_each.enabled=false", task=task)

@@ -1,4 +1,4 @@
-"""Evaluations, saves and resumes at any time change neither weights nor buffers."""
+"""Evaluations, checkpoints and resumes at any time change neither weights nor buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] |
     line = f"train --task {TASK} run=mine device=cpu monitor=off updates=20 dataloader.num_workers=0 {args}"
     completed = server.run(line, folder, env)
     codes = {None: [Exit.DONE], "raise": [Exit.SOFTWARE], "SIGTERM": [Exit.PREEMPTED]}
-    if "world_size" in args:  # ranks agree on the update after which they stop, which may be after the last one
+    if "world_size" in args:  # ranks agree on the update after which they stop, which may be the last one
         codes["SIGTERM"].append(Exit.DONE)
     assert completed.code in codes[fault and fault["by"]], completed.err
 
@@ -62,7 +62,7 @@ ENDS = {"never": [None], "fails": [FAILS, None], "is stopped": [STOPS, None]}
 
 @pytest.fixture(scope="module")
 def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return a function that returns the result of a strategy without evaluations and saves, and caches it."""
+    """Return a function that returns (and caches) the result of a strategy without evaluations and checkpoints."""
 
     @cache
     def reference(strategy: str) -> Any:
@@ -77,7 +77,7 @@ def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fails", ENDS)
-def test_evaluations_saves_and_failures_change_neither_weights_nor_buffers(
+def test_evaluations_saves_and_failures_change_nothing(
     fails: str, strategy: str, references: Callable[[str], Any], server: ForkServer, tmp_path: Path
 ) -> None:
     weights, losses = references(strategy)
@@ -103,9 +103,9 @@ class Kept(nn.Module):
 
 
 def after(world_size: int, change: Callable[[Kept, int, int], None], updates: int = 2) -> list[Any]:
-    """Return the buffers of each rank after some updates, with `change(model, rank, update)` as forward pass.
+    """Return the buffers of each rank after some updates, with `change(model, rank, update)` as the forward pass.
 
-    A rank that raises TaskFault returns its message.
+    If a rank raises TaskFault, return its message instead.
     """
 
     def rank(world: World) -> Any:
@@ -126,7 +126,7 @@ def after(world_size: int, change: Callable[[Kept, int, int], None], updates: in
     return run_ranks(rank, world_size)
 
 
-def test_all_ranks_have_the_buffers_of_rank_0_after_every_update() -> None:
+def test_ranks_receive_the_buffers_of_rank_0() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean += rank + 1.5
         model.seen += 10 * rank + 1
@@ -143,7 +143,7 @@ def test_all_ranks_have_the_buffers_of_rank_0_after_every_update() -> None:
         assert actual["constant"] == [[0, 1, 2]] * 2
 
 
-def test_a_buffer_created_in_a_forward_pass_is_taken_from_rank_0() -> None:
+def test_new_buffers_are_taken_from_rank_0() -> None:
     def rank(world: World) -> Any:
         model = Kept()
         model.register_buffer("late", None)
@@ -156,7 +156,7 @@ def test_a_buffer_created_in_a_forward_pass_is_taken_from_rank_0() -> None:
     assert run_ranks(rank, 2) == [[3.0, 3.0]] * 2
 
 
-def test_a_persistent_buffer_created_on_one_rank_is_refused_on_all() -> None:
+def test_all_ranks_reject_a_buffer_of_one_rank() -> None:
     def rank(world: World) -> Any:
         model = Kept()
         model.register_buffer("late", None)
@@ -170,7 +170,7 @@ def test_a_persistent_buffer_created_on_one_rank_is_refused_on_all() -> None:
     assert run_ranks(rank, 2) == [True, True]
 
 
-def test_batch_norm_statistics_are_averaged_over_the_ranks() -> None:
+def test_batch_norm_statistics_are_averaged() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         if rank < 2:  # the third rank has no samples
             model.norm(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * (1 + rank))
@@ -183,8 +183,8 @@ def test_batch_norm_statistics_are_averaged_over_the_ranks() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_seen_at_once", [True, False])
-def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
-    """The first update compares bits; later ones do not, and ranks must not continue with different buffers."""
+def test_unversioned_changes_are_synchronized_or_rejected(is_seen_at_once: bool) -> None:
+    """Only the first update compares bits. Later, such a change is an error, because buffers would differ."""
 
     def change(model: Kept, rank: int, update: int) -> None:
         if is_seen_at_once or update:
@@ -198,14 +198,14 @@ def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_
         assert all(isinstance(message, str) for message in actual)
 
 
-def test_a_persistent_buffer_that_grows_differently_on_each_rank_is_refused_on_all() -> None:
+def test_all_ranks_reject_unequally_growing_buffers() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.zeros(3 + rank * update)
 
     assert all(isinstance(message, str) and "mean" in message for message in after(2, change))
 
 
-def test_a_persistent_buffer_that_grows_equally_on_all_ranks_is_taken_from_rank_0() -> None:
+def test_equally_growing_buffers_are_taken_from_rank_0() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.full((3 + update,), rank + 5.0)
 
@@ -213,7 +213,7 @@ def test_a_persistent_buffer_that_grows_equally_on_all_ranks_is_taken_from_rank_
 
 
 def test_unchanged_buffers_are_not_sent() -> None:
-    """Only flags are sent, with a message that ranks exchange anyway."""
+    """Only flags are sent, in a message that ranks exchange in any case."""
 
     def rank(world: World) -> list[int]:
         calls = [0]

@@ -1,4 +1,4 @@
-"""A loss that couples all samples of an update does not depend on how the update is divided."""
+"""A loss that couples all samples of an update does not depend on the division of the update."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HERE = Path(__file__)
 
 
 class Towers(nn.Module):
-    """Two encoders and a temperature, with draws per sample."""
+    """Two encoders and a temperature, with random draws for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Towers(nn.Module):
 
 
 class Clip(Task):
-    """Contrastive loss in both directions, as in CLIP; `couple` uses the temperature."""
+    """A contrastive loss in both directions, as in CLIP. `couple` uses the temperature."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Clip(Task):
 
 
 class Triplets(Task):
-    """Batch-hard triplets: the furthest positive against the nearest negative."""
+    """Batch-hard triplet loss: the farthest positive against the nearest negative."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -164,7 +164,7 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 class Scaled(Clip):
-    """Changes the embeddings in place, as a loss may change the results of its model."""
+    """Changes the embeddings in place, as a loss may change the outputs of its model."""
 
     def couple(self, embeddings: Any) -> tuple[Tensor, int]:
         for each in embeddings:
@@ -203,7 +203,7 @@ def test_ranks_shares_and_accumulation_equal_a_plain_loop(
 def by_hand_in_half(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int, *, is_scaled: bool
 ) -> dict[str, Any]:
-    """Train with autocast and a GradScaler on complete batches, with the micro-batches of all ranks."""
+    """Train with autocast and a GradScaler on complete batches, embedded in the micro-batches of all ranks."""
     task = kind(torch.float32)
     optimizer = adamw(list(task.model.named_parameters()), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=is_scaled)
@@ -244,10 +244,10 @@ def by_hand_in_half(
 @pytest.mark.parametrize("kind", [Clip, Triplets])
 @pytest.mark.parametrize(("precision", "dtype"), [(fp16, torch.float16), (bf16, torch.bfloat16)])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 5), ((19, 13), 4)], ids=str)
-def test_half_precision_equals_a_plain_loop_with_a_scaler(
+def test_half_precision_equals_a_loop_with_grad_scaler(
     kind: type[Any], precision: Any, dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
-    """The plain loop uses the same micro-batches, because the gradients of each are rounded to 16 bits."""
+    """The plain loop uses the same micro-batches, because gradients of each micro-batch are rounded to 16 bits."""
     actual = run_ranks(
         lambda world: trained(
             world, kind, shares=shares, micro=micro, dtype=torch.float32, precision=precision, drop_last=True
@@ -262,7 +262,7 @@ def test_half_precision_equals_a_plain_loop_with_a_scaler(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> None:
+def test_unreadable_micro_batches_change_nothing(place: int) -> None:
     def weights(world: World) -> list[Any]:
         actual = []
         for is_inserted in (False, True):
@@ -280,8 +280,8 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
         assert plain[0] == GLOBAL
 
 
-def test_a_failure_of_one_rank_discards_the_update_on_all() -> None:
-    """The rank records its error before it meets the others, which have none."""
+def test_all_ranks_discard_an_update_that_fails_on_one() -> None:
+    """The failing rank records its error before the collective. The other ranks have none."""
 
     def outcome(world: World) -> Any:
         def embed(model: nn.Module, batch: Any) -> Any:
@@ -302,8 +302,8 @@ def test_a_failure_of_one_rank_discards_the_update_on_all() -> None:
     assert run_ranks(outcome, 2) == [[], ["planted"]]
 
 
-def test_activations_of_only_one_micro_batch_are_stored() -> None:
-    """Measured by hooks on saved tensors: the peak of saved bytes does not grow with the number of micro-batches."""
+def test_only_one_micro_batch_of_activations_is_stored() -> None:
+    """Hooks on saved tensors measure the peak of saved bytes, which must not grow with the number of micro-batches."""
 
     def most(micro: int, num: int) -> int:
         alive = largest = 0
@@ -311,7 +311,7 @@ def test_activations_of_only_one_micro_batch_are_stored() -> None:
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
                 nonlocal alive, largest
-                self.tensor = tensor.detach()  # its graph would keep it alive
+                self.tensor = tensor.detach()  # the autograd graph would keep it alive
                 alive += tensor.nbytes
                 largest = max(largest, alive)
 
@@ -330,7 +330,7 @@ def test_activations_of_only_one_micro_batch_are_stored() -> None:
     assert most(8, 1) == most(8, 4) < most(32, 1)
 
 
-def test_random_draws_in_couple_are_the_same_on_all_ranks() -> None:
+def test_draws_in_couple_are_equal_on_all_ranks() -> None:
     class Drawn(Clip):
         def couple(self, embeddings: Any) -> tuple[Tensor, int]:
             weights = torch.rand(len(embeddings[0]), 1, dtype=embeddings[0].dtype)
@@ -344,12 +344,12 @@ def test_random_draws_in_couple_are_the_same_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     "answer", [3.0, torch.zeros(()), (torch.zeros(2, 2), None), {"x": 1}, torch.zeros(2, 2)], ids=repr
 )
-def test_an_embedding_without_rows_or_gradient_is_refused(answer: Any) -> None:
+def test_embeddings_need_rows_and_a_gradient(answer: Any) -> None:
     with pytest.raises(TaskFault):
         validate_embedding(answer, Clip.embed, HERE)
 
 
-def test_more_rows_than_samples_are_refused() -> None:
+def test_more_rows_than_samples_are_rejected() -> None:
     """The order of concatenated views would depend on the micro-batches."""
 
     class Views(Clip):
@@ -363,7 +363,7 @@ def test_more_rows_than_samples_are_refused() -> None:
         trained(ALONE, Views, shares=(32,), micro=8, dtype=torch.float64)
 
 
-def test_a_batch_changed_in_place_is_refused_if_it_is_embedded_twice() -> None:
+def test_batches_embedded_twice_must_not_change() -> None:
     class Scaled(Clip):
         def embed(self, model: nn.Module, batch: Any) -> Any:
             return model(batch[0].mul_(0.5), batch[1])
@@ -373,7 +373,7 @@ def test_a_batch_changed_in_place_is_refused_if_it_is_embedded_twice() -> None:
     trained(ALONE, Scaled, shares=(32,), micro=32, dtype=torch.float64)
 
 
-def test_an_incomplete_coupled_task_is_refused() -> None:
+def test_incomplete_coupled_tasks_are_rejected() -> None:
     with pytest.raises(TaskFault):
         is_coupled(type("Half", (Task,), {"embed": Clip.embed})(), "train")
     with pytest.raises(TaskFault):
@@ -382,7 +382,7 @@ def test_an_incomplete_coupled_task_is_refused() -> None:
     assert not is_coupled(Task(), "train")
 
 
-def test_strategies_with_collectives_in_passes_are_refused() -> None:
+def test_strategies_with_collectives_in_passes_are_rejected() -> None:
     with pytest.raises(ConfigError) as actual:
         check_strategy(Replicated(World(CPU, 0, 0, 2), is_lockstep=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
     assert actual.value.exit_code == 78

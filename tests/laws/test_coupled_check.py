@@ -1,4 +1,4 @@
-"""A coupled loss that returns a mean with the number of samples is detected before the first update."""
+"""A coupled loss that returns a mean and the number of samples is detected before the first update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 
 WORLD = World(torch.device("cpu"))
-Rows = Callable[[Tensor, Tensor], Tensor]  # codes and labels -> loss of each sample
+Rows = Callable[[Tensor, Tensor], Tensor]  # functions from codes and labels to the loss of each sample
 
 
 def clip(codes: Tensor, labels: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def message(
     precision: Any = fp32,
     seed: int = 0,
 ) -> str:
-    """Return the message about the loss of a batch of `size` samples, "" if there is none."""
+    """Return the message about the loss of a batch of `size` samples, or "" if there is none."""
     torch.manual_seed(seed)
 
     class Coupled(Task):
@@ -128,7 +128,7 @@ def test_a_mean_with_a_count_of_1_is_not_reported(name: str, size: int) -> None:
 @pytest.mark.parametrize("precision", [fp32, bf16])
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("sigmoid", "neighbors", "cross_correlation")])
-def test_a_mean_with_the_number_of_samples_as_count_is_refused(name: str, size: int, precision: Any) -> None:
+def test_a_mean_with_the_number_of_samples_is_rejected(name: str, size: int, precision: Any) -> None:
     found = message(lambda pair: (ROWS[name](*pair).mean(), len(pair[0])), size, precision=precision)
     assert "couple() returns a mean" in found
     assert "loss_is_additive" in found
@@ -136,8 +136,8 @@ def test_a_mean_with_the_number_of_samples_as_count_is_refused(name: str, size: 
 
 @pytest.mark.parametrize(("size", "classes"), [(8, 4), (16, 10), (32, 16), (64, 32)])
 @pytest.mark.parametrize("name", ["neighbors", "supervised", "triplets"])
-def test_a_sum_over_samples_of_rare_classes_is_not_reported(name: str, size: int, classes: int) -> None:
-    """A repeated row has another sample of its class, which reduces its loss."""
+def test_sums_with_rare_classes_are_not_reported(name: str, size: int, classes: int) -> None:
+    """Repeating a row adds a sample of its class, which reduces its loss."""
     for seed in range(4):
         assert message(lambda pair: (ROWS[name](*pair).sum(), len(pair[0])), size, classes=classes, seed=seed) == ""
 
@@ -155,12 +155,12 @@ def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
     assert message(prototypes, size, classes=classes) == ""
 
 
-def test_the_check_reads_more_samples_if_the_micro_batch_is_small() -> None:
+def test_the_check_reads_more_samples_than_a_small_micro_batch() -> None:
     assert "couple() returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
     assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
 
 
-def test_a_loss_that_fails_or_is_zero_is_not_reported() -> None:
+def test_failing_or_zero_losses_are_not_reported() -> None:
     def fails(pair: Any) -> Any:
         raise ValueError
 
@@ -168,7 +168,7 @@ def test_a_loss_that_fails_or_is_zero_is_not_reported() -> None:
     assert message(lambda pair: (0.0 * clip(*pair).sum(), len(pair[0])), 16) == ""
 
 
-def test_the_check_limits_the_samples_that_it_compares() -> None:
+def test_the_check_limits_the_compared_samples() -> None:
     """Many coupled losses need memory for all pairs of rows."""
     sizes = []
 
@@ -180,7 +180,7 @@ def test_the_check_limits_the_samples_that_it_compares() -> None:
     assert max(sizes) == 128  # 32 samples, repeated four times
 
 
-def test_a_loss_that_is_zero_for_repeated_rows_is_not_reported() -> None:
+def test_losses_that_vanish_for_repeated_rows_are_not_reported() -> None:
     def nearest(pair: Any) -> Any:
         codes = pair[0]
         distances = (codes[:, None] - codes).abs().sum(2) + torch.eye(len(codes)) * 100

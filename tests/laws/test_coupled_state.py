@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters that the forward passes of a coupled loss change have the values of a plain loop."""
+"""Buffers and frozen parameters that a coupled loss changes in forward passes have the values of a plain loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Dropped(Clip):
 
 
 class Growing(Dropped):
-    """Also has a buffer whose shape changes in each pass, followed by one that is changed in place."""
+    """Also has a buffer whose shape changes in each pass, followed by a buffer that is changed in place."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -87,7 +87,7 @@ class Frozen(Dropped):
 
 
 class Replaced(Frozen):
-    """Replaces the data of its frozen parameter, as momentum encoders do; torch does not record this as a change."""
+    """Replaces the data of its frozen parameter, as momentum encoders do, which does not change the version counter."""
 
     def embed(self, model: Any, batch: Any) -> Any:
         model.center.data = 0.5 * model.center.data + 0.5 * batch[1].mean(0)
@@ -104,7 +104,7 @@ class LateFrozen(Frozen):
 
 
 class Follower(Dropped):
-    """Has a momentum encoder that initially equals its source, so that early passes do not change its norm."""
+    """Has a momentum encoder that initially equals its source, so that early passes do not change it."""
 
     is_late = False  # the second update is compared
 
@@ -120,7 +120,7 @@ class Follower(Dropped):
 
 
 class Counted(Dropped):
-    """Counts all passes in a buffer, and records statistics with a kernel of torch from the second update on."""
+    """Counts all passes in a buffer, and from the second update on, records statistics with a kernel of torch."""
 
     is_late = False
 
@@ -138,7 +138,7 @@ class Counted(Dropped):
 
 
 class Once(Dropped):
-    """Changes state on which all passes depend only in the last micro-batch of an update."""
+    """Changes state that all passes use, but only in the last micro-batch of an update."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -156,7 +156,7 @@ class Once(Dropped):
 
 
 class Unwritable(Dropped):
-    """Replaces buffers that cannot be written in place: an inference tensor, an expanded one and None."""
+    """Replaces buffers that cannot be changed in place: an inference tensor, an expanded tensor and None."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -179,7 +179,7 @@ class Unwritable(Dropped):
 
 
 class Unversioned(Dropped):
-    """Changes a buffer without a new version; its norm keeps no count of batches."""
+    """Changes a buffer without a new version; its batch norm does not count batches."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -194,8 +194,8 @@ class Unversioned(Dropped):
 @pytest.mark.parametrize(
     "kind", [Dropped, Growing, Late, Frozen, Replaced, Follower, Counted, Once, Unwritable, Unversioned]
 )
-def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
-    """The output of each second pass is bitwise equal to that of the first one, and state advances once."""
+def test_repeated_forward_passes_have_equal_draws_and_buffers(kind: type[Dropped]) -> None:
+    """The outputs of the first and second pass of a micro-batch are bitwise equal, and state advances once."""
     task: Any = kind(torch.float64)
     seen: list[Any] = []
 
@@ -233,7 +233,7 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
 
 @pytest.mark.parametrize("is_aliased", [True, False])
 def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool) -> None:
-    """Restoring it must not write into the trained parameter, as after `slow.data = fast.data`."""
+    """After `slow.data = fast.data`, restoring the frozen parameter must not write to the trained one."""
     task: Any = Dropped(torch.float64)
     task.model.fast = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64))
     task.model.slow = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64), requires_grad=False)
@@ -259,8 +259,8 @@ def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool
     "view", [lambda data: data, lambda data: data.t(), lambda data: data[:2], lambda data: data[1:]],
     ids=["all", "transposed", "start", "end"],
 )  # fmt: skip
-def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_afterwards(view: Any) -> None:
-    """It may be a part of the trained parameter or its transpose, such as the tied weight of a decoder."""
+def test_restored_parameters_still_share_memory(view: Any) -> None:
+    """A frozen parameter may be part of a trained one or its transpose, such as the tied weight of a decoder."""
     model: Any = nn.Module()
     model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
     model.slow = nn.Parameter(view(model.fast.data), requires_grad=False)
@@ -275,8 +275,8 @@ def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_aft
     assert torch.equal(model.slow, view(model.fast))
 
 
-def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
-    """They may be much larger than the trained parameters, so a copy per micro-batch would not fit."""
+def test_constant_state_is_copied_at_most_once() -> None:
+    """Constant buffers and frozen parameters may be so large that a copy per micro-batch would not fit."""
     size, most = 54321, 0
     task: Any = Dropped(torch.float64)
     task.model.register_buffer("table", torch.ones(size))
@@ -293,8 +293,8 @@ def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     assert most == 4
 
 
-def test_a_frozen_parameter_that_only_later_forward_passes_change_is_refused() -> None:
-    """A copy of each frozen parameter, in case a later pass changes it, would cost too much."""
+def test_late_changes_of_frozen_parameters_are_rejected() -> None:
+    """Copying all frozen parameters, in case a later pass changes them, would cost too much."""
     task: Any = LateFrozen(torch.float64)
     updates = train_updates(
         training(task, ddp(ALONE)), batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2
@@ -307,9 +307,7 @@ def test_a_frozen_parameter_that_only_later_forward_passes_change_is_refused() -
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 100])
-def test_state_changed_between_updates_is_neither_refused_nor_restored(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_may_change_between_updates(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, a hook moves a momentum encoder after each update, and `couple` fills a queue."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", limit)
     task: Any = Dropped(torch.float64)
@@ -333,7 +331,7 @@ def test_state_changed_between_updates_is_neither_refused_nor_restored(
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == 1000]
     assert len({each.data_ptr() for each in alive} - {task.model.queue.data_ptr()}) <= 1, (
-        "of the queue, for all updates"
+        "one copy of the queue for all updates"
     )
 
 
@@ -358,8 +356,8 @@ def test_second_forward_passes_see_the_state_before_couple() -> None:
     assert task.model.center.eq(2).all()
 
 
-def test_large_frozen_parameters_are_not_copied_and_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may have no room for a copy of a pretrained model."""
+def test_large_frozen_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They must not change, because the host may have no room for a copy of a pretrained model."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", 100)
 
     def train(task: Any) -> None:
@@ -392,8 +390,8 @@ class Momentum(Clip):
 
 
 @pytest.mark.parametrize("shares", [(32,), (16, 16)], ids=str)
-def test_a_frozen_parameter_changed_in_forward_passes_equals_that_of_a_plain_loop(shares: tuple[int, ...]) -> None:
-    """Each rank runs four micro-batches, which change the parameter four times per update."""
+def test_changed_frozen_parameters_equal_a_plain_loop(shares: tuple[int, ...]) -> None:
+    """Each rank runs four micro-batches per update, each of which changes the parameter."""
     micro = GLOBAL // len(shares) // 4
     actual = run_ranks(
         lambda world: trained(world, Momentum, shares=shares, micro=micro, dtype=torch.float64, drop_last=True),

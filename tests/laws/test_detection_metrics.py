@@ -1,4 +1,4 @@
-"""The mean average precision of torchmetrics equals that of a single process, however its images are divided."""
+"""The mean average precision of torchmetrics does not depend on how images are divided into batches and ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = Path(__file__)
 
 
 def image(index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return predictions and targets of an image. The number of boxes differs between images; some have none."""
+    """Return predictions and targets of an image. Images have different numbers of boxes, some none."""
     generator = torch.Generator().manual_seed(index)
     count = index % 4
     corners = 100 * torch.rand(count, 2, generator=generator)
@@ -64,7 +64,7 @@ def measured(world: World, size: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", [11, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_batches_and_ranks_do_not_change_the_mean_average_precision(size: int, world_size: int) -> None:
+def test_batches_and_ranks_do_not_change_mean_average_precision(size: int, world_size: int) -> None:
     metric = detection.MeanAveragePrecision(class_metrics=True)
     found, wanted = zip(*map(image, range(NUM_IMAGES)), strict=True)
     metric.update(list(found), list(wanted))

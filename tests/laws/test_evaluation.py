@@ -27,7 +27,7 @@ WORLD = World(torch.device("cpu"))
 
 
 class Sampling(Task):
-    """A metric whose count depends on the samples, and one that draws random numbers."""
+    """A metric whose count depends on the samples, and a metric that draws random numbers."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(1, 1, dtype=torch.float64), nn.Dropout(0.5))
@@ -59,7 +59,7 @@ ROUNDED = allowed(torch.float64, 11)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 100])
-def test_each_item_counts_once_with_any_batch_size(batch_size: int) -> None:
+def test_items_count_once_with_any_batch_size(batch_size: int) -> None:
     assert measured(Sampling(), batch_size)["mean"] == pytest.approx(
         sum(range(4, 11)) / 7, rel=allowed(torch.float64, 11)
     )
@@ -76,7 +76,7 @@ def test_train_mode_and_generators_are_restored() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_metric_that_samples_depends_only_on_the_seed() -> None:
+def test_a_sampling_metric_depends_only_on_the_seed() -> None:
     task = Sampling()
     torch.manual_seed(1)
     first = measured(task, 4)["drawn"]
@@ -86,7 +86,7 @@ def test_a_metric_that_samples_depends_only_on_the_seed() -> None:
 
 
 class Replaying(Sampling):
-    """Returns sums in memory that the next batch overwrites, like a model in CUDA graphs."""
+    """Returns sums in memory that the next batch overwrites, like a model compiled to CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class Replaying(Sampling):
         return {"mean": (self.output[0], self.output[1])}
 
 
-def test_sums_that_the_next_batch_overwrites_are_added_correctly() -> None:
+def test_overwritten_sums_are_added_correctly() -> None:
     assert measured(Replaying(), 4)["mean"] == pytest.approx(5.0, rel=ROUNDED)
 
 
 class Bootstrapped(Task):
-    """Draws and uses modules after the last batch: in `couple`, or in a metric, and in `summarize`."""
+    """Draws and uses modules after the last batch, in `couple` or a metric, and in `summarize`."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ class BootstrappedMetric(Bootstrapped):
 
 
 @pytest.mark.parametrize("kind", [BootstrappedLoss, BootstrappedMetric])
-def test_random_code_after_the_last_batch_is_reproducible_and_does_not_affect_training(
+def test_random_code_after_the_last_batch_is_reproducible(
     kind: type[Bootstrapped],
 ) -> None:
     task = kind()
@@ -150,7 +150,7 @@ def test_random_code_after_the_last_batch_is_reproducible_and_does_not_affect_tr
     assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=allowed(torch.float32, 11))
 
 
-def test_modules_called_in_couple_run_under_autocast() -> None:
+def test_couple_runs_under_autocast() -> None:
     task = BootstrappedLoss()
     precision = bf16(WORLD, task.model)
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +158,7 @@ def test_modules_called_in_couple_run_under_autocast() -> None:
         assert math.isfinite(measured(task, 4, precision=precision)["loss"])
 
 
-def test_workers_of_an_evaluation_end_before_it_is_retried_in_smaller_batches() -> None:
+def test_workers_end_before_an_evaluation_is_retried() -> None:
     class Scarce(Sampling):
         def evaluate(self, model: nn.Module, batch: Tensor) -> Mapping[str, Sum]:
             if len(batch) > 2:

@@ -1,4 +1,4 @@
-"""Additional training metrics do not depend on how an update is divided, and are null without items."""
+"""Additional training metrics do not depend on the division of an update, and are null without items."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[i
         assert distance(whole, one) <= PROMISED[torch.float64]
 
 
-def test_a_rank_without_a_metric_contributes_no_items_to_it() -> None:
-    """After the first update, a rank may have no item of a name."""
+def test_a_rank_may_lack_a_metric() -> None:
+    """After the first update, a rank may have no items of a metric."""
 
     def reduced(world: World) -> list[list[float]]:
         parallel, metrics = Replicated(world), ExtraMetrics()
@@ -106,7 +106,7 @@ def test_dummy_passes_do_not_count() -> None:
 @pytest.mark.parametrize(
     "third", [3.0, {"x": 1.0}, {"x": (torch.zeros(2), 1)}, {1: (1.0, 1)}, {"loss": (1.0, 1)}, None], ids=repr
 )
-def test_an_invalid_third_value_of_a_loss_is_refused(third: Any) -> None:
+def test_an_invalid_third_value_is_rejected(third: Any) -> None:
     def wrong(model: nn.Module, batch: Tensor) -> Any:
         return model(batch).sum(), len(batch), third
 
@@ -145,7 +145,7 @@ class Points(Task):
 """
 
 
-def test_rows_contain_the_mean_over_their_updates_even_after_a_resume(server: ForkServer, tmp_path: Path) -> None:
+def test_rows_contain_means_over_their_updates(server: ForkServer, tmp_path: Path) -> None:
     rows = []
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 6, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
@@ -165,7 +165,7 @@ def test_rows_contain_the_mean_over_their_updates_even_after_a_resume(server: Fo
 
 
 @pytest.mark.parametrize(("pair", "code"), [("(x.mean(), len(x))", 70), ("(x.mean(), 1)", 0)])
-def test_an_extra_metric_that_is_a_mean_is_refused(pair: str, code: int, server: ForkServer, tmp_path: Path) -> None:
+def test_an_extra_metric_must_not_be_a_mean(pair: str, code: int, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE.replace("(x.sum(), x.numel())", pair))
     result = server.run("train --task mine.py run=mine device=cpu monitor=off updates=1", tmp_path)
     assert result.code == code, result.err

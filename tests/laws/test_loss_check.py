@@ -58,11 +58,11 @@ def parts_of(model: nn.Module, precision: Any = fp32) -> Any:
     )  # fmt: skip
 
 
-def said(
+def find_message(
     loss: Loss, batch: Any = None, *, model: nn.Module | None = None, precision: Any = fp32,
     first: MicroBatch | None = None, loader: Loader | None = None,
 ) -> str:  # fmt: skip
-    """Return the message about a loss, "" if there is none."""
+    """Return the message about a loss, or "" if there is none."""
     parts = parts_of(model or model_of(), precision)
     read = None if loader is None else BatchReader(loader, Prefetch(WORLD.device))
     try:
@@ -81,7 +81,7 @@ def noisy(size: float, reduction: str) -> Loss:
 
 
 def denoised(reduction: str) -> Loss:
-    """A diffusion loss: draws for a sample depend on the size of its batch."""
+    """A diffusion loss, whose draws for a sample depend on the batch size."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -102,7 +102,7 @@ def heavy(reduction: str) -> Loss:
 
 
 def masked(reduction: str) -> Loss:
-    """Hides some samples at random; there may be none."""
+    """Hides random samples, possibly all."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -129,7 +129,7 @@ def mixed(reduction: str) -> Loss:
 
 
 def with_negatives(reduction: str) -> Loss:
-    """Compares each sample with one of the batch, drawn with replacement."""
+    """Compares each sample with a sample of the batch, drawn with replacement."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -141,7 +141,7 @@ def with_negatives(reduction: str) -> Loss:
 
 
 def with_steps(number: int, reduction: str) -> Loss:
-    """Draws one step of as many as there are samples in the batch or in a half."""
+    """Draws one of `number` steps, as many as there are samples in the batch or in a half."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -201,7 +201,7 @@ def padded(model: nn.Module, batch: Any) -> Any:
 
 
 def score(model: nn.Module, batch: Any) -> Any:
-    """A difference of large sums, which cancels to few significant bits in bfloat16."""
+    """A difference of large sums, which in bfloat16 leaves few significant bits."""
     shifted = batch[0] + 1
     return (20 + model(batch[0])).sum() - (20 + model(shifted)).sum(), len(batch[0])
 
@@ -218,9 +218,9 @@ SUMS: dict[str, Loss] = {
     "at least one item": at_least_one,
     "a sum": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
     "items that are not samples": padded,
-    "draws of its own for each sample": with_own_draws,
+    "separate draws for each sample": with_own_draws,
     "a mean of micro-batches": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), 1),
-    "nothing lost": lambda model, batch: (model(batch[0]).sum() * 0, len(batch[1])),
+    "zero": lambda model, batch: (model(batch[0]).sum() * 0, len(batch[1])),
     "a sum with draws": noisy(5.0, "sum"),
     "a sum with draws for each sample": denoised("sum"),
     "a sum with heavy draws": heavy("sum"),
@@ -231,9 +231,9 @@ SUMS: dict[str, Loss] = {
     "a sum with as many steps as samples": with_steps(SIZE, "sum"),
     "a sum with half as many steps as samples": with_steps(SIZE // 2, "sum"),
     "a sum with fused dropout": with_fused_dropout("sum"),
-    "one that knows no eval mode": lambda model, batch: {}["x"] if not model.training else None,
+    "an error in eval mode": lambda model, batch: {}["x"] if not model.training else None,
     "not a number": lambda model, batch: (model(batch[0]).sum() * float("nan"), len(batch[1])),
-    "what another check refuses": lambda model, batch: model(batch[0]).mean(),
+    "rejected by another check": lambda model, batch: model(batch[0]).mean(),
 }
 
 
@@ -259,14 +259,14 @@ MEANS: dict[str, Loss] = {
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("precision", [fp32, bf16])
 def test_sums_and_undecidable_losses_are_not_reported(name: str, precision: Any) -> None:
-    assert said(SUMS[name], precision=precision) == ""
+    assert find_message(SUMS[name], precision=precision) == ""
 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_with_a_count_is_refused_and_the_reduction_is_suggested(name: str) -> None:
-    assert "loss() returns a mean" in said(MEANS[name])
-    assert 'reduction="sum"' in said(MEANS[name])
+def test_a_mean_with_a_count_is_rejected(name: str) -> None:
+    assert "loss() returns a mean" in find_message(MEANS[name])
+    assert 'reduction="sum"' in find_message(MEANS[name])
 
 
 def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
@@ -275,13 +275,13 @@ def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
     assert not any(check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of())))
 
 
-def test_a_loss_is_reported_as_unchecked_if_no_sample_of_the_first_batch_can_be_read() -> None:
+def test_an_unreadable_first_batch_leaves_the_loss_unchecked() -> None:
     empty = MicroBatch(None, last=False, bad=((10, "broken"),), is_counted=False)
     assert check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], empty).reason
 
 
 @pytest.mark.parametrize("precision", [fp32, bf16])
-def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precision: Any) -> None:
+def test_a_mean_of_equal_predictions_is_reported(precision: Any) -> None:
     model = model_of()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -289,16 +289,16 @@ def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precis
     assert "count" in result.reason
 
 
-def test_a_loss_that_is_not_a_sum_is_refused_and_the_attribute_that_allows_it_is_named() -> None:
-    assert "loss_is_additive" in said(contrastive)
+def test_the_attribute_for_coupled_losses_is_named() -> None:
+    assert "loss_is_additive" in find_message(contrastive)
 
 
-def test_a_mean_of_a_batch_of_one_sample_is_refused() -> None:
+def test_a_mean_of_one_sample_is_rejected() -> None:
     x, y = batch_of()
     loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
     first = MicroBatch((x[:1], y[:1]), last=True, samples=BatchSamples(0, 0, [0], [0]))
-    assert "loss() returns a mean" in said(MEANS["a mean"], first=first, loader=loader)
-    assert said(SUMS["a sum"], first=first, loader=loader) == ""
+    assert "loss() returns a mean" in find_message(MEANS["a mean"], first=first, loader=loader)
+    assert find_message(SUMS["a sum"], first=first, loader=loader) == ""
 
 
 def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -306,7 +306,7 @@ def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_packed_samples_are_split_into_halves_by_collating_again(reduction: str) -> None:
+def test_packed_samples_are_collated_again_in_halves(reduction: str) -> None:
     x, y = batch_of()
     samples = list(zip(x, y, strict=True))
 
@@ -314,7 +314,7 @@ def test_packed_samples_are_split_into_halves_by_collating_again(reduction: str)
         return F.cross_entropy(model(batch[0].view(-1, WIDTH)), batch[1], reduction=reduction), len(batch[1])
 
     first = MicroBatch(packed(samples), last=True, samples=BatchSamples(0, 0, range(SIZE), range(SIZE)))
-    message = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
+    message = find_message(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
     assert ("loss() returns a mean" in message) == (reduction == "mean")
     assert bool(message) == (reduction == "mean")
 
@@ -340,7 +340,7 @@ def test_a_batch_norm_that_mixes_samples_is_reported() -> None:
 
 
 def penalized(strength: float, *, per_item: bool) -> Loss:
-    """A sum with an L2 penalty, which is added once per batch or once per item."""
+    """Return a sum with an L2 penalty that is added once per batch or once per item."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -351,7 +351,7 @@ def penalized(strength: float, *, per_item: bool) -> Loss:
 
 
 @pytest.mark.parametrize("precision", [fp32, bf16])
-def test_a_penalty_that_is_added_once_per_batch_is_warned_about(precision: Any) -> None:
+def test_a_penalty_per_batch_causes_a_warning(precision: Any) -> None:
     def check(loss: Loss) -> tuple[str, str]:
         return check_loss_is_sum(parts_of(model_of(), precision), loss, micro_of(batch_of()))
 
@@ -361,7 +361,7 @@ def test_a_penalty_that_is_added_once_per_batch_is_warned_about(precision: Any) 
     assert not any(check(penalized(0.01, per_item=True)))
 
 
-def test_a_small_deviation_with_half_precision_weights_is_undecided() -> None:
+def test_small_deviations_in_half_precision_are_undecided() -> None:
     model = model_of().bfloat16()
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -374,14 +374,14 @@ def test_a_small_deviation_with_half_precision_weights_is_undecided() -> None:
 
 
 @pytest.mark.parametrize("count", [len, lambda batch: 1])
-def test_a_sum_whose_count_does_not_grow_with_the_batch_is_refused(count: Callable[[Any], int]) -> None:
+def test_the_count_of_a_sum_must_grow_with_the_batch(count: Callable[[Any], int]) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), count(batch)
 
-    assert "len(y)" in said(loss)
+    assert "len(y)" in find_message(loss)
 
 
-def test_a_batch_norm_that_mixes_samples_in_eval_mode_is_not_blamed_on_the_loss() -> None:
+def test_batch_norms_in_eval_mode_are_not_blamed_on_the_loss() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
     x, y = batch_of()
@@ -390,12 +390,12 @@ def test_a_batch_norm_that_mixes_samples_in_eval_mode_is_not_blamed_on_the_loss(
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch[0]).square().square().sum(), len(batch[1])
 
-    assert said(loss, batch, model=model) == ""
-    assert said(loss, batch, model=nn.Sequential(model[0], model[2])) == ""
+    assert find_message(loss, batch, model=model) == ""
+    assert find_message(loss, batch, model=nn.Sequential(model[0], model[2])) == ""
 
 
-def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
-    """A queue of keys that each call fills: the keys of the first call must not hide a mean."""
+def test_all_passes_of_the_check_see_the_same_buffers() -> None:
+    """If each call fills a queue of keys, the keys of the first call must not hide a mean."""
     model = model_of()
     model.register_buffer("keys", torch.zeros(16, CLASSES))
 
@@ -405,12 +405,12 @@ def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
         model.keys.copy_(torch.cat([codes.detach(), before])[:16])
         return F.cross_entropy(10 * codes @ before.T, batch[1]), len(batch[1])
 
-    assert "loss() returns a mean" in said(loss, model=model)
+    assert "loss() returns a mean" in find_message(loss, model=model)
     assert not model.keys.any()
 
 
 def test_a_loss_with_an_auxiliary_term_is_not_reported() -> None:
-    """A teacher that the loss updates from the student must not move during the check."""
+    """If the loss updates a teacher, the teacher must not move during the check."""
     model = model_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     draws = torch.get_rng_state()
@@ -422,13 +422,13 @@ def test_a_loss_with_an_auxiliary_term_is_not_reported() -> None:
             model[3].weight.lerp_(model[3].weight * 2, 0.5)  # type: ignore[index, operator]
         return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
 
-    assert said(loss, model=model) == ""
+    assert find_message(loss, model=model) == ""
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), draws)
     assert model.training
 
 
-def test_call_counters_of_a_model_or_a_task_are_restored() -> None:
+def test_call_counters_are_restored() -> None:
     model = model_of()
     model.calls = 0  # type: ignore[assignment]
 
@@ -437,12 +437,12 @@ def test_call_counters_of_a_model_or_a_task_are_restored() -> None:
         model.counted_from_the_first_call = getattr(model, "counted_from_the_first_call", 0) + 1  # type: ignore[assignment, operator]
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
-    assert said(loss, model=model) == ""
+    assert find_message(loss, model=model) == ""
     assert model.calls == 0
     assert not hasattr(model, "counted_from_the_first_call")
 
 
-# ---------------------------------------------------------------- which batches can be split
+# ---------------------------------------------------------------- splitting batches
 
 
 def sizes(batch: Any) -> Any:
@@ -482,7 +482,7 @@ def sizes(batch: Any) -> Any:
         "a packed sequence",
     ],
 )
-def test_a_batch_without_a_clear_row_dimension_is_not_split(batch: Any) -> None:
+def test_ambiguous_batches_are_not_split(batch: Any) -> None:
     assert sizes(batch) is None
 
 
@@ -507,7 +507,7 @@ def test_a_mapping_is_split_into_mappings_of_its_type() -> None:
 # ---------------------------------------------------------------- complete runs
 
 TASK = Path(__file__).parents[1] / "faults" / "task_of_matrix.py"
-CHANGES = Path(__file__).parent / "task_of_buffers.py"  # its buffers change in eval mode, too
+CHANGES = Path(__file__).parent / "task_of_buffers.py"  # its buffers also change in eval mode
 OFF = "import runner.base.task\nrunner.base.task.Task.loss_is_additive = False"
 
 
@@ -515,7 +515,7 @@ def trained(
     server: ForkServer, folder: Path, args: str, before: str, task: Path = CHANGES
 ) -> tuple[dict[str, Tensor], Sequence[Any]]:
     folder.mkdir()
-    # Lists of two tensors, as batches of two, are collated again.
+    # Batches of two tensors look like batches of two samples, so they are collated again.
     size = "micro_batch_size=4" if task == CHANGES else "micro_batch_size=1"
     line = f"train --task {task} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {args}"
     result = server.run(line, folder, before=before)
@@ -540,7 +540,7 @@ def trained(
         "parallelism=pipeline parallelism.world_size=2",
     ],
 )
-def test_the_check_changes_no_bit_of_the_results(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_the_check_does_not_change_results(args: str, server: ForkServer, tmp_path: Path) -> None:
     with_check, losses = trained(server, tmp_path / "with", args, "")
     without, other = trained(server, tmp_path / "without", args, OFF)
     assert losses == other
@@ -575,9 +575,7 @@ class Mean(Task):
 
 
 @pytest.mark.parametrize("args", ["ddp parallelism.batch_norm=sync", "fsdp parallelism.evaluation=sharded"])
-def test_ranks_that_do_not_gather_the_model_check_the_loss_without_validation_data(
-    args: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_split_models_check_the_loss_without_validation_data(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mean_on_ranks.py").write_text(MEAN)
     line = f"train --task mean_on_ranks.py run=mine device=cpu updates=2 parallelism.world_size=2 parallelism={args}"
     result = server.run(line, tmp_path)
@@ -588,17 +586,15 @@ def test_ranks_that_do_not_gather_the_model_check_the_loss_without_validation_da
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
-def test_reading_a_second_sample_changes_no_bit_of_the_results(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_reading_another_sample_does_not_change_results(args: str, server: ForkServer, tmp_path: Path) -> None:
     with_check, losses = trained(server, tmp_path / "with", args, "", TASK)
     without, other = trained(server, tmp_path / "without", args, OFF, TASK)
     assert losses == other
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
 
 
-def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """A complete batch and two halves, once per phase: not between updates, and not after a resume."""
+def test_the_check_costs_two_passes_per_phase(server: ForkServer, tmp_path: Path) -> None:
+    """The check runs a complete batch and two halves, without gradients, not between updates or after a resume."""
     (tmp_path / "mine.py").write_text(
         TASK.read_text().replace(
             "        x, y = batch\n        if torch.is_grad_enabled():",
@@ -613,7 +609,7 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
     one, other = 4, 2
     evaluation = "e" * 2  # ten samples in batches of 8
     checks = "eee" * 3  # the metrics draw from the generator of NumPy, so they are computed again
-    attributes = "ttt"  # of another check: the evaluation changes attributes of the task, which are checked once
+    attributes = "ttt"  # another check, because the evaluation changes attributes of the task
     expected = f"{checks}{'t' * one}{evaluation}{attributes}{'t' * other}{evaluation}"
     assert (tmp_path / "calls").read_text() == expected
 
@@ -621,12 +617,12 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
 @pytest.mark.parametrize(
     "kind", [tuple, list, lambda pair: UserDict(x=pair[0], y=pair[1])], ids=["tuple", "list", "dict"]
 )
-def test_a_loss_that_changes_its_batch_in_place_trains_on_the_unchanged_one(kind: Callable[[Any], Any]) -> None:
+def test_the_check_does_not_change_the_batch(kind: Callable[[Any], Any]) -> None:
     x, y = batch_of()
-    assert not said(in_place("sum"), kind((x, y)))
+    assert not find_message(in_place("sum"), kind((x, y)))
     assert torch.equal(x, batch_of()[0])
     assert torch.equal(y, batch_of()[1])
-    assert said(in_place("mean"), kind((x, y)))
+    assert find_message(in_place("mean"), kind((x, y)))
 
 
 @pytest.mark.parametrize(
@@ -655,4 +651,4 @@ def test_an_extra_metric_may_have_a_constant_count(third: Callable[..., Any], is
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="sum"), len(y), {"further": third(x, y)}
 
-    assert ("third value" in said(loss)) == is_refused
+    assert ("third value" in find_message(loss)) == is_refused

@@ -38,7 +38,7 @@ Evaluate = Callable[[Any, nn.Module, Any], Mapping[str, Any]]
 def checked(
     evaluate: Evaluate, *, additive: bool = True, metrics: Any = None, world: World = WORLD
 ) -> dict[str, list[str]]:
-    """Return reason -> metrics not checked, for a task with this `evaluate`, and with metrics that are not sums."""
+    """Check a task with this `evaluate` and these metrics that are not sums; return reason -> unchecked metrics."""
     names = {"evaluate": evaluate, "loss_is_additive": additive}
     task = type(
         "Points",
@@ -81,12 +81,12 @@ SUMS: dict[str, Evaluate] = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_metrics_that_are_sums_pass(name: str) -> None:
+def test_sums_are_accepted(name: str) -> None:
     assert checked(SUMS[name]) == {}
 
 
 def test_a_mean_of_batches_is_reported() -> None:
-    """A mean of batches is the metric of the complete data only if all batches have the same size."""
+    """A mean over batches equals the metric of the complete data only if all batches have the same size."""
     reasons = checked(lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)})
     assert list(reasons.values()) == [["loss"]]
 
@@ -105,9 +105,7 @@ def test_a_mean_of_batches_is_reported() -> None:
         ({"a": 1.0}, {"a": 1.0 + 1e-4}, False),
     ],
 )
-def test_results_are_equal_if_all_their_numbers_are_equal(
-    one: dict[str, float], other: dict[str, float], expected: bool
-) -> None:
+def test_results_are_compared_by_their_numbers(one: dict[str, float], other: dict[str, float], expected: bool) -> None:
     assert are_equal_numbers(one, other) == are_equal_numbers(other, one) == expected
 
 
@@ -132,7 +130,7 @@ def constant_count(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]
         (constant_count, "len(y)"),
     ],
 )
-def test_a_mean_is_refused_with_a_fix(evaluate: Evaluate, fix: str) -> None:
+def test_a_mean_is_rejected_with_a_fix(evaluate: Evaluate, fix: str) -> None:
     with pytest.raises(TaskFault) as result:
         checked(evaluate)
     assert fix in str(result.value)
@@ -144,7 +142,7 @@ def retrieval(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     return {"pairs": ((codes @ codes.T).square().sum(), len(codes))}
 
 
-def test_a_metric_of_pairs_is_reported_unless_the_task_declares_coupled_samples() -> None:
+def test_metrics_of_pairs_need_a_declaration() -> None:
     assert [*checked(retrieval).values()] == [["pairs"]]
     assert checked(retrieval, additive=False) == {}
 
@@ -153,7 +151,7 @@ def fails(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     raise ValueError("not yet")
 
 
-def test_a_metric_that_cannot_be_decided_is_reported() -> None:
+def test_undecidable_metrics_are_reported() -> None:
     assert len(checked(fails)) == 1
     assert [*checked(lambda self, model, batch: {"none": (0.0, len(batch[1]))}).values()] == [["none"]]
 
@@ -188,7 +186,7 @@ class Points(Task):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", ["parallelism=single", "parallelism=ddp parallelism.world_size=2"])
-def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_path: Path, args: str) -> None:
+def test_a_mean_ends_the_run_before_the_first_update(server: ForkServer, tmp_path: Path, args: str) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     result = server.run(f"train --task mine.py run=mine device=cpu monitor=off {args}", tmp_path)
     assert result.code == 70
@@ -199,7 +197,7 @@ def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_
     )
 
 
-def test_a_declared_metric_missing_from_evaluate_is_found_before_the_first_update(
+def test_a_missing_declared_metric_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Task, "metrics", lambda self, split: {"auroc": Gather(lambda scores, labels: scores.mean())})
@@ -209,13 +207,13 @@ def test_a_declared_metric_missing_from_evaluate_is_found_before_the_first_updat
 
 
 @pytest.mark.parametrize("metrics", [[3], {"mine": 3}, {"mine": Gather(len), "other": len}])
-def test_an_invalid_metric_is_found_before_the_first_update(metrics: Any) -> None:
+def test_an_invalid_metric_is_found(metrics: Any) -> None:
     with pytest.raises(TaskFault):
         checked(lambda self, model, batch: {"mine": model(batch[0]), "other": model(batch[0])}, metrics=metrics)
 
 
 def test_the_check_does_not_call_the_function_of_gather() -> None:
-    """It may return None for a few samples, or write files."""
+    """The function may return None for a few samples, or write files."""
     calls: list[Tensor] = []
     checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": Gather(calls.append)})
     assert not calls
@@ -232,7 +230,7 @@ def test_the_check_does_not_call_the_function_of_gather() -> None:
     ],
     ids=str,
 )
-def test_a_metric_without_a_sum_and_a_count_is_found_before_the_first_update(wrong: Any) -> None:
+def test_a_metric_without_sum_and_count_is_found(wrong: Any) -> None:
     with pytest.raises(TaskFault, match="mine"):
         checked(lambda self, model, batch: {"mine": wrong})
 
@@ -240,7 +238,7 @@ def test_a_metric_without_a_sum_and_a_count_is_found_before_the_first_update(wro
 @pytest.mark.parametrize(
     "unreduced", [lambda logits: logits, lambda logits: logits[:, 0], lambda logits: logits[:, :1]]
 )
-def test_values_that_were_not_summed_over_the_samples_are_found_before_the_first_update(unreduced: Any) -> None:
+def test_values_that_were_not_summed_are_found(unreduced: Any) -> None:
     def evaluate(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         values = unreduced(model(batch[0]))
         return {"mine": (values, torch.ones_like(values))}
@@ -257,7 +255,7 @@ def test_a_sum_per_class_passes_the_check() -> None:
     assert not checked(evaluate)
 
 
-def test_predictions_that_a_metric_refuses_are_found_before_the_first_update() -> None:
+def test_predictions_that_a_metric_rejects_are_found() -> None:
     metric = pytest.importorskip("torchmetrics").AUROC(task="binary")
     with pytest.raises(TaskFault):
         checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": metric})
@@ -271,7 +269,7 @@ def test_checking_a_valid_metric_does_not_update_it() -> None:
 
 @pytest.fixture(scope="module")
 def counted() -> Callable[[], Any]:
-    """A mean whose number of samples is not a state, and that `reset` therefore keeps."""
+    """A mean whose number of samples is not a state and is therefore not reset."""
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Counted(torchmetrics.Metric):  # type: ignore[name-defined, misc]
@@ -291,7 +289,7 @@ def counted() -> Callable[[], Any]:
 
 
 def message_of(world: World, metrics: Callable[[], Any]) -> str:
-    """Return the error of the check; "" if there is none."""
+    """Return the error of the check, or "" if there is none."""
     try:
         checked(lambda self, model, batch: {"own": batch[0]}, metrics=metrics, world=world)
     except TaskFault as fault:
@@ -299,13 +297,13 @@ def message_of(world: World, metrics: Callable[[], Any]) -> str:
     return ""
 
 
-def test_an_undeclared_state_is_found_before_the_first_update(counted: Callable[[], Any]) -> None:
+def test_an_undeclared_state_is_found(counted: Callable[[], Any]) -> None:
     assert not message_of(WORLD, lambda: {"own": counted()})
     found = run_ranks(lambda world: message_of(world, lambda: {"own": counted()}), 2)
     assert all("num_samples" in message for message in found)
 
 
-def test_a_reused_metric_may_have_attributes_that_do_not_affect_its_result() -> None:
+def test_attributes_without_effect_are_accepted() -> None:
     class Kept(pytest.importorskip("torchmetrics").MeanMetric):  # type: ignore[misc]
         kind = np.float64
 
@@ -327,7 +325,7 @@ def test_an_attribute_set_by_a_library_need_not_be_declared() -> None:
         assert "add_state" not in message
 
 
-def test_a_metric_without_undeclared_attributes_is_neither_copied_nor_updated_again() -> None:
+def test_metrics_with_declared_states_are_not_copied() -> None:
     metric = pytest.importorskip("torchmetrics").MeanMetric()
     watch = AttributeWatch(metric, lambda _: {})
     metric.update(torch.tensor([1.0, 2.0]))

@@ -1,4 +1,4 @@
-"""A metric that is not a sum equals that of a single process, however its samples are divided."""
+"""A metric that is not a sum does not depend on how samples are divided into batches and ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FrechetInceptionDistance = pytest.importorskip("torchmetrics.image.fid").Frechet
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of correctly ordered pairs of a positive and a negative sample."""
+    """Return the fraction of correctly ordered pairs of a positive and a negative sample."""
     positive, negative = scores[labels == 1], scores[labels == 0]
     return (positive[:, None] > negative).double().mean()
 
@@ -158,16 +158,16 @@ class NotSummed(Points):
 
 
 @pytest.mark.parametrize("size", [36, 5])
-def test_values_that_were_not_summed_over_the_samples_are_refused(size: int) -> None:
+def test_values_that_were_not_summed_are_rejected(size: int) -> None:
     world = World(torch.device("cpu"))
-    assert "mine.36" in measured(world, NotSummed(), NUM_SAMPLES)  # one batch may as well have a sum per class
+    assert "mine.36" in measured(world, NotSummed(), NUM_SAMPLES)  # with one batch, these could be sums per class
     with pytest.raises(TaskFault, match="mine"):
         measured(world, NotSummed(), size)
 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
-def test_a_coupled_loss_is_evaluated_on_batches_as_large_as_an_update(size: int, world_size: int) -> None:
+def test_coupled_losses_are_evaluated_on_global_batches(size: int, world_size: int) -> None:
     result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
     task = Contrast()
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_a_rank_without_samples_participates() -> None:
     assert run_ranks(lambda world: measured(world, Points(), 8, number=4), 2) == [alone, alone]
 
 
-def test_a_metric_that_evaluate_does_not_return_is_refused() -> None:
+def test_evaluate_must_return_declared_metrics() -> None:
     class Forgot(Points):
         def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
             return {"auroc": (model(batch[0]).flatten(), batch[1])}
@@ -191,7 +191,7 @@ def test_a_metric_that_evaluate_does_not_return_is_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [{"auroc.x": Gather(auroc)}, {}], ids=["two metrics", "a metric and a sum"])
-def test_a_metric_name_that_shadows_another_is_refused(other: dict[str, Gather]) -> None:
+def test_duplicate_metric_names_are_rejected(other: dict[str, Gather]) -> None:
     class Twice(Points):
         def metrics(self, split: str) -> Any:
             return {"auroc": Gather(lambda scores, labels: {"x": 1.0}), **other}
@@ -209,12 +209,12 @@ def test_a_metric_name_that_shadows_another_is_refused(other: dict[str, Gather])
     [
         {"auroc": auroc},
         [Gather(auroc)],
-        {"auroc": Gather(partial(torch.add, alpha=2))},  # several values
-        {"order": torchmetrics.AUROC(task="binary")},  # its update needs two arguments
+        {"auroc": Gather(partial(torch.add, alpha=2))},  # returns several values
+        {"order": torchmetrics.AUROC(task="binary")},  # `update` needs two arguments
     ],
     ids=["function", "list", "vector", "arguments"],
 )
-def test_an_invalid_metric_is_refused(declared: Any) -> None:
+def test_invalid_metrics_are_rejected(declared: Any) -> None:
     class Wrong(Points):
         def metrics(self, split: str) -> Any:
             return declared
@@ -224,7 +224,7 @@ def test_an_invalid_metric_is_refused(declared: Any) -> None:
 
 
 class Measured(Points):
-    """Metrics of torchmetrics: with sums, with lists, without a reduction, wrapped, and in a collection."""
+    """Metrics of torchmetrics that use sums or lists, have no reduction, are wrapped, or are in a collection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,12 +250,12 @@ class Measured(Points):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("number", "world_size"), [(NUM_SAMPLES, 1), (NUM_SAMPLES, 2), (NUM_SAMPLES, 3), (5, 2)])
-def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> None:
+def test_torchmetrics_are_merged(number: int, world_size: int) -> None:
     (first, *others) = run_ranks(lambda world: measured(world, Measured(), 5, number=number), world_size)
     task, whole = Measured(), dict[str, float]()
     with torch.no_grad():
         x, y = (part[:number] for part in data())
-        # the same parts, because a metric may count its updates
+        # the same batches, because a metric may count its updates
         answers = [task.evaluate(task.model, batch) for batch in zip(x.split(5), y.split(5), strict=True)]
     for name, metric in task.kept.items():
         for answer in answers:
@@ -270,7 +270,7 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
 
 
 class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
-    """Computes a scalar and a vector, like the one of test_detection_metrics.py, which needs torchvision."""
+    """Computes a scalar and a vector, like the metric in test_detection_metrics.py, which needs torchvision."""
 
     def __init__(self) -> None:
         super().__init__(num_classes=2, average=None)
@@ -281,7 +281,7 @@ class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
 
 
 class SeveralNumbers(Points):
-    """Metrics of torchmetrics that compute a vector, a matrix or a mapping with a vector; one takes text."""
+    """Metrics of torchmetrics that compute a vector, a matrix, or a mapping with a vector from texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class SeveralNumbers(Points):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_number_of_a_metric_with_several_has_a_name(world_size: int) -> None:
+def test_each_number_of_a_metric_has_a_name(world_size: int) -> None:
     (first, *others) = run_ranks(lambda world: measured(world, SeveralNumbers(), 5), world_size)
     task = SeveralNumbers()
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_each_number_of_a_metric_with_several_has_a_name(world_size: int) -> Non
 
 
 class Features(nn.Module):
-    """Stands for the Inception network, whose weights would be downloaded."""
+    """Replaces the Inception network, whose weights would be downloaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ class Words(torchmetrics.Metric):
         return float(len(self.words))
 
 
-def test_metric_states_that_cannot_be_merged_are_refused_only_on_several_ranks() -> None:
+def test_only_several_ranks_reject_unmergeable_states() -> None:
     class Texts(Points):
         def metrics(self, split: str) -> Any:
             return {"words": Words()}
@@ -399,7 +399,7 @@ def test_metric_states_that_cannot_be_merged_are_refused_only_on_several_ranks()
 
 
 class Unreduced(torchmetrics.Metric):
-    """A mean whose author left out `dist_reduce_fx`: on ranks, torchmetrics would compute one mean per rank."""
+    """A mean without `dist_reduce_fx`, for which torchmetrics would compute one mean per rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ class Unreduced(torchmetrics.Metric):
         return self.total / self.count
 
 
-def test_a_metric_whose_states_have_no_reduction_is_refused_on_several_ranks() -> None:
+def test_several_ranks_reject_states_without_reduction() -> None:
     class Means(Points):
         def metrics(self, split: str) -> Any:
             return {"mean": Unreduced()}
@@ -448,7 +448,7 @@ class Counted(torchmetrics.Metric):
 
 
 class Buffered(Counted):
-    """Such a number in a buffer."""
+    """Keeps such a number in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class Scores(nn.Module):
 
 
 class Inferred(Total):
-    """Attributes that the first batch sets, or that are not numbers, and that are equal on all ranks."""
+    """Has attributes, equal on all ranks, that the first batch sets or that are not numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,20 +529,20 @@ def with_metric(metric: nn.Module) -> Task:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
-def test_an_undeclared_state_is_refused_only_on_several_ranks(kind: type[nn.Module], number: int) -> None:
+def test_only_several_ranks_reject_undeclared_states(kind: type[nn.Module], number: int) -> None:
     def refused(world: World) -> str:
         with pytest.raises(TaskFault) as caught:
             measured(world, with_metric(kind()), 8, number=number)
         return str(caught.value)
 
     measured(ALONE, with_metric(kind()), 8, number=number)
-    if kind in (Counted, Buffered) and number == 16:  # both ranks count 8: only the check before training detects it
-        return
+    if kind in (Counted, Buffered) and number == 16:
+        return  # both ranks count 8, so only the check before training detects this
     assert all("own" in message for message in run_ranks(refused, 2))
 
 
 class Last(Total):
-    """Attributes that its result does not depend on: the last batch, all batches, and a flag set by one batch."""
+    """Has attributes that do not affect the result: the last batch, all batches, and a flag set by one batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -557,7 +557,7 @@ class Last(Total):
 
 
 class Objects(Total):
-    """Attributes that cannot be hashed or copied, or that contain 2^60 references to one object."""
+    """Has attributes that cannot be hashed or copied, or that contain 2^60 references to one object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -572,7 +572,7 @@ class Objects(Total):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Inferred, Last, Objects])
-def test_an_attribute_that_does_not_affect_the_result_is_not_a_state(kind: type[nn.Module]) -> None:
+def test_attributes_without_effect_are_not_states(kind: type[nn.Module]) -> None:
     alone = measured(ALONE, with_metric(kind()), 8)
     for result in run_ranks(lambda world: measured(world, with_metric(kind()), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
@@ -590,7 +590,7 @@ class Images(Task):
         return {"rmse": (images, images.cos())}
 
 
-def test_a_metric_that_accumulates_an_unused_map_is_merged() -> None:
+def test_a_metric_with_an_unused_map_is_merged() -> None:
     """RMSE over sliding windows also accumulates an error map, which `compute` does not return."""
     alone = measured(ALONE, Images(), 8)
     for result in run_ranks(lambda world: measured(world, Images(), 8), 2):
@@ -605,14 +605,14 @@ class UnreducedLock(Unreduced):
         self.lock = threading.Lock()
 
 
-def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
-    """The check needs a copy. Without one, the metric is computed as by torchmetrics: one value per rank."""
+def test_unreduced_metrics_that_cannot_be_copied_are_computed() -> None:
+    """Without a copy, they cannot be checked, so the result is that of torchmetrics: one value per rank."""
     for result in run_ranks(lambda world: measured(world, with_metric(UnreducedLock()), 8), 2):
         assert result.keys() == {"own.0", "own.1"}
 
 
 class CountedUnderLock(torchmetrics.MeanMetric):
-    """Counts in an attribute that `reset` does not clear, and has another attribute that cannot be copied."""
+    """Counts in an attribute that `reset` does not clear, and has a different attribute that cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -627,13 +627,13 @@ class CountedUnderLock(torchmetrics.MeanMetric):
 
 
 @pytest.mark.parametrize("wrap", [lambda metric: metric, torchmetrics.MinMaxMetric], ids=["metric", "part"])
-def test_a_reused_metric_with_a_lock_is_reset_before_each_evaluation(wrap: Callable[[Any], Any]) -> None:
+def test_a_reused_metric_with_a_lock_is_reset(wrap: Callable[[Any], Any]) -> None:
     task = with_metric(wrap(CountedUnderLock()))
     first = measured(ALONE, task, 8)
     assert measured(ALONE, task, 8) == first
 
 
-def test_a_metric_with_too_many_numbers_is_refused() -> None:
+def test_metrics_with_too_many_numbers_are_rejected() -> None:
     class Large(Points):
         def metrics(self, split: str) -> Any:
             return {"auroc": torchmetrics.ConfusionMatrix(task="multiclass", num_classes=200)}
@@ -647,7 +647,7 @@ def test_a_metric_with_too_many_numbers_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reused_metric_is_reset_before_each_evaluation(world_size: int) -> None:
+def test_a_reused_metric_is_reset(world_size: int) -> None:
     def twice(world: World) -> list[dict[str, float]]:
         task = Measured()
         measured(world, task, 8, number=20)
@@ -658,13 +658,13 @@ def test_a_reused_metric_is_reset_before_each_evaluation(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids])
-def test_a_reused_metric_is_reset_even_if_its_reset_method_does_not_clear_its_attributes(kind: type[nn.Module]) -> None:
+def test_attributes_that_reset_does_not_clear_are_reset(kind: type[nn.Module]) -> None:
     task = with_metric(kind())
     results = [measured(ALONE, task, 8) for _ in range(2)]
     assert results[0] == results[1]
 
 
-def test_a_coupled_loss_of_nan_counts_as_measured() -> None:
+def test_a_coupled_loss_of_nan_is_measured() -> None:
     class Diverged(Contrast):
         def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:
             return embeddings.sum() * math.nan, len(embeddings)

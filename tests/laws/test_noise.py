@@ -54,7 +54,7 @@ class Runs:
         return torch.cat([tensors[key].flatten() for key in sorted(tensors)])
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return losses and metrics by update; rows of repeated updates replace earlier ones."""
+        """Return losses and metrics by update. Rows of repeated updates replace earlier rows."""
         result: dict[int, dict[str, Any]] = {}
         for line in (self.folder / name / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -69,7 +69,7 @@ def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def check_same(runs: Runs, name: str) -> None:
-    """Float64 sums in another order, and AdamW."""
+    """Compare results of AdamW on float64 sums in different orders."""
     whole, mine = runs.weights("whole"), runs.weights(name)
     assert float((whole - mine).abs().max()) <= ADAPTIVE * float(whole.abs().max())
     rows = runs.rows("whole")
@@ -82,7 +82,7 @@ def check_same(runs: Runs, name: str) -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_mechanics_do_not_change_a_run_that_draws_random_numbers(way: str, runs: Runs) -> None:
+def test_mechanics_do_not_change_random_draws(way: str, runs: Runs) -> None:
     name = way.replace(" ", "-").replace(",", "")
     check_same(runs.done(name, *WAYS[way]), name)
     if way.startswith("out of memory"):
@@ -95,18 +95,18 @@ def test_mechanics_do_not_change_a_run_that_draws_random_numbers(way: str, runs:
 @pytest.mark.parametrize(
     "more", [["micro_batch_size=8"], ["parallelism=ddp", RANKS, "parallelism.shares=[9,7]"]], ids=str
 )
-def test_a_stop_does_not_change_a_run_that_draws_random_numbers(end: str, more: list[str], runs: Runs) -> None:
+def test_stops_do_not_change_random_draws(end: str, more: list[str], runs: Runs) -> None:
     name = f"{end}-{len(more)}"
     args = [f"task.end={end}", "checkpoint.every=2", *more]
     result = runs.run(name, *args)
     assert (runs.folder / name / f"ended-{end}").exists()
-    if result.code != 0 or "parallelism=ddp" not in more:  # the remaining ranks may have resumed by themselves
+    if result.code != 0 or "parallelism=ddp" not in more:  # the remaining ranks may already have resumed
         assert result.code in {"SIGTERM": (75,), "SIGKILL": (-9, 137)}[end], result.err
         runs.done(name, *args)
     check_same(runs, name)
 
 
-def test_another_seed_gives_other_random_numbers(runs: Runs) -> None:
-    """Otherwise the comparisons above would prove nothing."""
+def test_another_seed_gives_different_random_numbers(runs: Runs) -> None:
+    """Otherwise, the comparisons above would be meaningless."""
     runs.done("seed", "seed=1")
     assert runs.rows("seed")[1]["train/loss"] != pytest.approx(runs.rows("whole")[1]["train/loss"], rel=1e-3)

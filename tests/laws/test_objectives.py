@@ -1,4 +1,4 @@
-"""Several objectives in one update equal a plain loop, however the update is divided."""
+"""An update with several objectives equals a plain loop, however the update is divided."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Adversarial(Task):
 
 
 class ActorCritic(Task):
-    """A critic that regresses returns, and an actor that uses its advantage; the critic has more frequent updates."""
+    """A critic that regresses returns and an actor that uses the advantage. The critic has more frequent updates."""
 
     declared: ClassVar[Declared] = {"critic": {"trains": ["critic"]}, "actor": {"trains": ["actor"], "every": 2}}
     objectives = Adversarial.objectives
@@ -181,7 +181,7 @@ def by_hand(
     kind: type[Any], dtype: torch.dtype, *, shares: tuple[int, ...] = (GLOBAL,), micro: int = GLOBAL,
     is_half: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train with a plain PyTorch loop over the micro-batches of all ranks; in half precision, of complete batches."""
+    """Train with a plain PyTorch loop over the micro-batches of all ranks; `is_half` drops incomplete batches."""
     task = kind(dtype)
     parts = {
         name: (
@@ -244,7 +244,7 @@ def test_ranks_shares_and_accumulation_equal_a_plain_loop(
         assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
 
 
-def test_parameters_without_an_objective_are_not_changed() -> None:
+def test_parameters_without_an_objective_do_not_change() -> None:
     before = weights_of(Distilled(torch.float32).model)
     after = trained(ALONE, Distilled, shares=(32,), micro=8, dtype=torch.float32)["weights"]
     same = {name for name in before if before[name] == after[name]}
@@ -274,10 +274,10 @@ def _times(answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
-def test_half_precision_equals_a_plain_loop_with_a_scaler_for_each_objective(
+def test_half_precision_equals_a_loop_with_a_scaler_per_objective(
     kind: type[Any], shares: tuple[int, ...], micro: int
 ) -> None:
-    """The plain loop has the same micro-batches: the gradients of each are rounded to float16."""
+    """The plain loop uses the same micro-batches, because gradients of each micro-batch are rounded to float16."""
     result = run_ranks(
         lambda world: trained(
             world, kind, shares=shares, micro=micro, dtype=torch.float32, precision=half, drop_last=True
@@ -292,7 +292,7 @@ def test_half_precision_equals_a_plain_loop_with_a_scaler_for_each_objective(
 
 WRONG: dict[str, dict[str, Any]] = {
     "trains nothing": {"disc": {"trains": ["critic"]}},
-    "no list": {"disc": {"trains": []}},
+    "not a list": {"disc": {"trains": []}},
     "shared": {"disc": {"trains": ["disc"]}, "gen": {"trains": ["gen", "disc.0"]}},
     "unknown key": {"disc": {"trains": ["disc"], "lr": 1e-3}},
     "unknown optimizer": {"disc": {"trains": ["disc"], "optimizer": "adamm"}},
@@ -305,14 +305,14 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
+def test_invalid_objectives_are_rejected(name: str) -> None:
     task = type("Wrong", (Adversarial,), {"declared": WRONG[name]})(torch.float32)
     with pytest.raises(ConfigError) as result:
         specs_of(task)
     assert result.value.exit_code == 78
 
 
-def test_an_unknown_module_is_reported_with_the_modules_of_the_model() -> None:
+def test_unknown_modules_are_reported_with_existing_ones() -> None:
     task = type("Wrong", (Adversarial,), {"declared": {"critic": {"trains": ["value_function"]}}})(torch.float32)
     with pytest.raises(ConfigError) as result:
         specs_of(task)
@@ -320,7 +320,7 @@ def test_an_unknown_module_is_reported_with_the_modules_of_the_model() -> None:
     assert {"gen", "disc"} <= set(problem.fix.replace(",", " ").split())
 
 
-def test_a_frozen_module_is_reported_without_suggesting_another_one() -> None:
+def test_frozen_modules_are_reported_without_suggestion() -> None:
     task = Adversarial(torch.float32)
     for weight in task.model.disc.parameters():
         weight.requires_grad_(False)
@@ -346,14 +346,14 @@ def test_problems_of_all_objectives_are_reported_together() -> None:
     assert {problem.where for problem in result.value.problems} == {f"OBJECTIVES[{name!r}]" for name in declared}
 
 
-def test_objectives_may_share_parameters_that_each_objective_declares() -> None:
+def test_objectives_may_share_declared_parameters() -> None:
     shares = {"shares": ["disc.0"]}
     shared = {"disc": {"trains": ["disc"], **shares}, "gen": {"trains": ["gen", "disc.0"], **shares}}
     task = type("Shared", (Adversarial,), {"declared": shared})(torch.float32)
     assert [len(spec.select_parameters(task.model)) for spec in specs_of(task)] == [4, 6]
 
 
-def test_a_tied_parameter_belongs_to_each_objective_that_lists_one_of_its_names() -> None:
+def test_a_tied_parameter_belongs_to_objectives_of_all_its_names() -> None:
     for shares in ([], ["disc.2.bias"], ["disc.2.bias", "gen.extra"]):
         declared = {
             name: {"trains": [name], "shares": [each for each in shares if name in each]} for name in ("disc", "gen")
@@ -369,7 +369,7 @@ def test_a_tied_parameter_belongs_to_each_objective_that_lists_one_of_its_names(
             assert (len(disc), len(gen)) == (4, 5)
 
 
-def test_updates_skipped_in_earlier_phases_are_known_after_a_resume() -> None:
+def test_earlier_skipped_updates_are_known_after_a_resume() -> None:
     """A checkpoint restores the position of the phase after the objectives are built."""
     whole = Position("train")
     first, second = (ObjectivePosition(whole, 1, keeps_precision=keeps) for keeps in (True, False))
@@ -377,7 +377,7 @@ def test_updates_skipped_in_earlier_phases_are_known_after_a_resume() -> None:
     assert (first.skipped_before, second.skipped_before) == (3, 0)
 
 
-def test_a_loss_with_a_wrong_signature_is_refused() -> None:
+def test_wrong_loss_signatures_are_rejected() -> None:
     source = Path(__file__)
 
     class Whole(Task):

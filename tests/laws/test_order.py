@@ -38,7 +38,7 @@ orders = st.builds(
 
 
 @given(orders)
-def test_every_sample_is_seen_once_per_epoch_and_each_update_has_one_last_micro_batch(order: Order) -> None:
+def test_every_sample_is_seen_once_per_epoch(order: Order) -> None:
     if order.updates_per_epoch == 0:
         return
     for epoch in (0, 1):
@@ -82,7 +82,7 @@ def test_epochs_differ_and_seeds_differ() -> None:
 
 
 class Noisy:
-    """Samples with random augmentation that depends only on seed, epoch and index."""
+    """Samples with random augmentation, which depends only on seed, epoch and index."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -139,7 +139,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
-def test_a_bad_sample_is_reported_by_its_index(kind: str) -> None:
+def test_bad_samples_are_reported_by_index(kind: str) -> None:
     reader = loader(kind, Squares())
     with pytest.raises(DataError, match="sample 7 cannot be read: ValueError: cut off"):
         list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
@@ -148,7 +148,7 @@ def test_a_bad_sample_is_reported_by_its_index(kind: str) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
-def test_a_bad_sample_is_skipped_and_listed_on_request(kind: str) -> None:
+def test_bad_samples_can_be_skipped(kind: str) -> None:
     reader = loader(kind, Squares(), bad_samples="skip")
     batches = list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
     reader.close()
@@ -165,7 +165,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_cached_samples_equal_the_samples_that_were_read(where: str) -> None:
+def test_cached_samples_equal_read_samples(where: str) -> None:
     order = Order(30, 8, 8, seed=1)
     plain = list(islice(loader("0", Rows()).batches(order.from_update(0)), 6))
     kept = list(islice(loader("0", Rows(), cache=where).batches(order.from_update(0)), 6))
@@ -180,13 +180,13 @@ def test_samples_that_change_are_not_cached() -> None:
 
 
 @given(st.integers(1, 100), st.none() | st.integers(1, 120))
-def test_an_evaluation_has_the_requested_number_of_distinct_samples(num_samples: int, wanted: int | None) -> None:
+def test_evaluations_have_the_requested_number_of_samples(num_samples: int, wanted: int | None) -> None:
     chosen = spread_evenly(num_samples, wanted)
     assert len(chosen) == len(set(chosen)) == min(num_samples, wanted or num_samples)
     assert set(chosen) <= set(range(num_samples))
 
 
-def test_the_random_numbers_of_a_sample_depend_on_seed_epoch_and_index() -> None:
+def test_random_numbers_depend_on_seed_epoch_and_index() -> None:
     drawn = {sample_rng(*key).integers(2**60) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 1)]}
     assert len(drawn) == 4
     assert isinstance(sample_rng(0, 0, 0), np.random.Generator)
@@ -197,7 +197,7 @@ def test_ranks_start_with_different_seeds() -> None:
     seeds = [rank_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert [rank_seed(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # rank 0 draws like a single process
+    assert [rank_seed(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # rank 0 draws the numbers of a single process
 
 
 # ---------------------------------------------------------------- orders too large for an array
@@ -212,7 +212,7 @@ def test_a_keyed_permutation_contains_each_sample_once(sizes: Iterable[int]) -> 
 
 @pytest.mark.slow
 @given(st.integers(1, 10**10), st.integers(0, 2**40), st.integers(0, 200))
-def test_any_slice_of_a_keyed_permutation_can_be_computed_alone(size: int, seed: int, count: int) -> None:
+def test_slices_of_a_keyed_permutation_can_be_computed(size: int, seed: int, count: int) -> None:
     order = KeyedPermutation(seed, 3, size)
     first = seed % size
     whole = order[first : first + count]
@@ -234,11 +234,12 @@ def surplus(counts: Any, categories: int) -> float:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_all_permutations_of_a_few_samples_are_equally_likely(size: int) -> None:
     result = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
-    assert surplus(result.values(), math.factorial(size)) < 4  # false alarm: once in 30,000 choices of 4,000 seeds
+    # fails by chance for one in 30,000 choices of 4,000 seeds
+    assert surplus(result.values(), math.factorial(size)) < 4
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 2**25 + 12345, 10**10])
-def test_indices_and_their_differences_in_a_large_order_are_uniform(size: int) -> None:
+def test_indices_and_differences_of_a_large_order_are_uniform(size: int) -> None:
     for epoch in (0, 1):
         result = KeyedPermutation(7, epoch, size)[size // 3 : size // 3 + 100_000]
         steps = np.diff(result) % size
@@ -263,15 +264,15 @@ def test_the_order_of_ten_billion_samples_takes_no_memory() -> None:
     assert peak < 1 << 20
 
 
-def test_orders_of_up_to_16_million_samples_are_the_same_as_in_earlier_versions() -> None:
-    """Runs of earlier versions can be resumed, with equal results."""
+def test_small_orders_are_those_of_earlier_versions() -> None:
+    """Up to 16 million samples, runs of earlier versions can be resumed with equal results."""
     assert Order(KEYED_ABOVE, 8, 8, seed=3).update_sampler.content == ""
     assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).update_sampler.content == KEYED
     assert [micro.indices for micro in Order(20, 8, 8, seed=3).micro_batches(0)] == [[8, 0, 18, 5, 9, 3, 12, 16]]
 
 
-def begun(folder: Path) -> list[Any]:
-    """Run two updates and save; return the micro-batches of the third."""
+def run_two_updates(folder: Path) -> list[Any]:
+    """Run two updates and save. Return the micro-batches of the third update."""
     with opened(folder) as phase:
         phase.run.provenance.is_compared = True  # like a run of `train`
         updates = phase.updates()
@@ -282,10 +283,10 @@ def begun(folder: Path) -> list[Any]:
 
 
 def test_a_resumed_run_keeps_its_kind_of_permutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes runs of versions without keyed permutations, with any number of samples."""
-    as_array = begun(tmp_path / "array")
+    """This includes runs of versions that had no keyed permutations."""
+    as_array = run_two_updates(tmp_path / "array")
     monkeypatch.setattr(module, "KEYED_ABOVE", 8)
-    keyed = begun(tmp_path / "keyed")
+    keyed = run_two_updates(tmp_path / "keyed")
     assert as_array != keyed
     for name, wanted in (("array", as_array), ("keyed", keyed)):
         with opened(tmp_path / name) as phase:

@@ -1,6 +1,6 @@
-"""A model compiled to CUDA graphs reuses the memory of its outputs in the next call, so they must not be kept.
+"""A model compiled to CUDA graphs reuses the memory of its outputs in the next call, so outputs must be copied.
 
-Simulated without a GPU by a model whose output is one buffer, which each call overwrites.
+A model whose output is one buffer, which each call overwrites, simulates this without a GPU.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def build(*, overwrites: bool = False) -> Task: return Small(overwrites)
 
 
 @pytest.mark.parametrize("args", ["", "max_grad_norm=1 scheduler=plateau averaging=ema precision=bf16"])
-def test_results_are_the_same_if_the_next_call_overwrites_an_output(
-    args: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_overwritten_outputs_do_not_change_results(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)
     base = "train --task task.py updates=6 global_batch_size=32 micro_batch_size=8 evaluate.every=2 log_every=1"
     actual = []

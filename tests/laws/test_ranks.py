@@ -1,4 +1,4 @@
-"""The update does not depend on the number of ranks or on their shares of the samples."""
+"""The update depends neither on the number of ranks nor on their shares of the samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_model(dtype: torch.dtype) -> nn.Module:
 def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(60, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randint(-1, CLASSES, (60, TOKENS), generator=generator)  # -1: padding, not counted
+    y = torch.randint(-1, CLASSES, (60, TOKENS), generator=generator)  # -1 is padding, which is not counted
     return x, y
 
 
@@ -88,7 +88,7 @@ def trained(
     precision: Any = fp32,
     num_samples: int = NUM_SAMPLES,
 ) -> dict[str, Any]:
-    """Return losses, norms, counts and weights after some updates."""
+    """Run some updates; return losses, norms, counts and the final weights."""
     parallel = strategy(world)
     total = sum(shares)
     order = Order(
@@ -97,7 +97,8 @@ def trained(
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
     steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))
-    weights = parallel.gather_full(run.model.state_dict()) or run.model.state_dict()  # gather_full: {} unless rank 0
+    # gather_full returns {} on ranks other than 0
+    weights = parallel.gather_full(run.model.state_dict()) or run.model.state_dict()
     return {
         "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
         "items": [float(step.items) for step in steps],
@@ -115,7 +116,7 @@ SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
-    """The second update of each epoch has 13 samples: shares are uneven, and a rank may have none."""
+    """The second update of each epoch has 13 samples, so shares are uneven and a rank may have none."""
     alone = trained(ALONE, ddp, shares=shares, micro=sum(shares), dtype=torch.float64)
     tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding errors accumulate over all updates
     for rank, result in enumerate(
@@ -134,7 +135,7 @@ def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], mic
 )
 @settings(max_examples=25 if IS_LONG else 5)
 def test_any_split_over_ranks_equals_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
-    """Random shares, micro-batches and epoch lengths, including uneven updates and ranks without samples."""
+    """Shares, micro-batches and epoch lengths are random, and include uneven updates and ranks without samples."""
     shares = tuple(parts)
     given = {"shares": shares, "updates": updates, "num_samples": num_samples}
     alone = trained(ALONE, ddp, micro=sum(shares), **given)
@@ -145,14 +146,14 @@ def test_any_split_over_ranks_equals_one_process(parts: list[int], micro: int, n
             assert distance(alone[key], result[key]) < PROMISED[torch.float64], key
 
 
-def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
+def test_all_ranks_skip_an_update_that_overflows_on_one() -> None:
     def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total, count = token_loss(model, batch)
         return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
 
     y = samples(torch.float32)[1]
     first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
-    trigger = int(y[first[19:]].sum())  # sum of rank 1's labels in the first update
+    trigger = int(y[first[19:]].sum())  # sum of the labels of rank 1 in the first update
 
     results = run_ranks(
         lambda world: trained(
@@ -164,15 +165,16 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     assert results[0]["norms"][1:] == results[1]["norms"][1:]
 
 
-def test_losses_of_ranks_in_bfloat16_stay_close_to_one_process() -> None:
+def test_bfloat16_losses_of_ranks_are_close_to_one_process() -> None:
     alone = trained(ALONE, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16)
     for result in run_ranks(
         lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2
     ):
-        assert distance(alone["losses"], result["losses"]) <= torch.finfo(torch.bfloat16).eps / 4  # of mean losses
+        # losses are means
+        assert distance(alone["losses"], result["losses"]) <= torch.finfo(torch.bfloat16).eps / 4
 
 
-def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
+def test_only_parameters_used_on_a_rank_have_gradients() -> None:
     class Picky(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return self[0](x) if int(x[0, 0, 0].item() * 1e3) % 2 else self[1](x)
@@ -184,7 +186,8 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
         run = training(model, parallel)
         x, y = samples(torch.float64)
         passes = ForwardPasses(run.model, run.loss, run.precision.forward, run.precision.backward)
-        # The two ranks use different layers and swap them in the second update; no gradient of the first may remain.
+        # The two ranks use different layers and swap them in the second update, in which no gradient of the first may
+        # remain.
         for layers in ((0.0015, 0.0025), (0.0025, 0.0015)):
             for weight in run.parameters:
                 weight.grad = None
@@ -205,8 +208,8 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_gradient_accumulated_in_several_parts_is_complete(reentrant: bool) -> None:
-    """A block is applied three times with recomputation; reentrant checkpoints add to its gradient three times."""
+def test_gradients_accumulated_in_parts_are_complete(reentrant: bool) -> None:
+    """A block is applied three times with recomputation, and reentrant checkpoints add to its gradient three times."""
 
     def gradient(world: World) -> list[float]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A dataset's draws from the global generators are a function of (seed, epoch, index), whichever process reads it."""
+"""Draws of a dataset from the global generators are a function of (seed, epoch, index), whichever process reads."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ READERS: dict[str, dict[str, Any]] = {
 }
 SIZE = 23
 ORDERS = ([3, 6, 4, 0, 7, 5, 2, 1], [6, 7, 1, 4, 5, 2, 3, 0])
-Draws = dict[tuple[int, int], list[float]]  # (epoch, index) -> what was drawn
+Draws = dict[tuple[int, int], list[float]]  # (epoch, index) -> drawn numbers
 
 
-def drawn() -> list[float]:
-    """Return draws from all generators: an odd number of normal ones, which NumPy and Python generate in pairs."""
+def draw_numbers() -> list[float]:
+    """Draw from all generators. NumPy and Python generate normal numbers in pairs, so draw an odd number of them."""
     return [torch.rand((), dtype=torch.float64).item(), np.random.normal(), random.gauss(0, 1), random.random()]
 
 
@@ -44,7 +44,7 @@ def always(epoch: int, index: int) -> bool:
 
 
 class Drawing:
-    """Samples of epoch, index and draws; batches have one row per sample."""
+    """Samples that consist of epoch, index and draws. Batches have one row per sample."""
 
     def __init__(self, when: Callable[[int, int], bool] = always) -> None:
         self.epoch, self.when, self.num_read = 0, when, 0
@@ -57,7 +57,7 @@ class Drawing:
 
     def __getitem__(self, index: int) -> Tensor:
         self.num_read += 1
-        numbers = drawn() if self.when(self.epoch, index) else [0.0] * 4
+        numbers = draw_numbers() if self.when(self.epoch, index) else [0.0] * 4
         return torch.tensor([self.epoch, index, *numbers], dtype=torch.float64)
 
 
@@ -86,7 +86,7 @@ def draws_of(batches: Sequence[MicroBatch]) -> Draws:
 
 @pytest.fixture(scope="module")
 def reference() -> Draws:
-    """The draws of 7 updates of 8 samples, read in this process without accumulation."""
+    """The draws of 7 updates of 8 samples that this process reads without accumulation."""
     return draws_of(read(reader("0", Drawing()), Order(SIZE, 8, 8, seed=4)))
 
 
@@ -99,7 +99,7 @@ def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: 
 
 
 class Normalized:
-    """Large samples, each divided by its norm, which several threads round differently."""
+    """Large samples, each divided by its norm, whose rounding depends on the number of threads."""
 
     def __len__(self) -> int:
         return SIZE
@@ -110,7 +110,7 @@ class Normalized:
 
 
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_the_reader_does_not_change_the_rounding_of_sums_in_a_sample(kind: str) -> None:
+def test_the_reader_does_not_change_the_rounding_of_samples(kind: str) -> None:
     dataset, order, num_threads = Normalized(), Order(SIZE, 8, 8, seed=4), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,9 +126,7 @@ def test_the_reader_does_not_change_the_rounding_of_sums_in_a_sample(kind: str) 
 
 @pytest.mark.parametrize("micro", [1, 5, 8])
 @pytest.mark.parametrize("shares", [(8,), (4, 4), (5, 2, 1)], ids=str)
-def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
-    micro: int, shares: tuple[int, ...], reference: Draws
-) -> None:
+def test_resumes_and_ranks_do_not_change_draws(micro: int, shares: tuple[int, ...], reference: Draws) -> None:
     result: Draws = {}
     for rank in range(len(shares)):
         order = Order(SIZE, 8, micro, seed=4, shares=shares, rank=rank)
@@ -138,7 +136,7 @@ def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_reading_can_start_at_any_update_with_the_same_draws(kind: str, reference: Draws) -> None:
+def test_draws_do_not_depend_on_the_first_update(kind: str, reference: Draws) -> None:
     for start in (1, 4):
         result = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
         assert result == {key: reference[key] for key in result}
@@ -164,8 +162,8 @@ def states() -> tuple[bytes, Any, Any]:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", ["0", "1", "thread"])
 @pytest.mark.parametrize("num_normal", [0, 1])
-def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_normal: int) -> None:
-    for _ in range(num_normal):  # the second normal number of a pair is cached
+def test_reading_does_not_advance_the_generators(kind: str, num_normal: int) -> None:
+    for _ in range(num_normal):  # the generator caches the second normal number of a pair
         np.random.normal()
         random.gauss(0, 1)
     before = states()
@@ -174,14 +172,14 @@ def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_
 
 
 def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> None:
-    """As in training, dropout between two micro-batches draws one of a pair of normal numbers."""
+    """Between two micro-batches, the model draws one of a pair of normal numbers."""
 
     def of_model(batches: Iterator[MicroBatch]) -> tuple[list[list[float]], Draws]:
         seed_everything(0)
         made, items = [], []
         for item in islice(batches, 14):
             items.append(item)
-            made.append(drawn())
+            made.append(draw_numbers())
         return made, draws_of(items)
 
     order = Order(SIZE, 8, 3, seed=4)
@@ -194,21 +192,21 @@ def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> 
 
 
 class Processes(Drawing):
-    """Samples that are the PID of the process that reads them."""
+    """Samples that contain the PID of the process that reads them."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(os.getpid())
 
 
 @pytest.mark.parametrize("kind", ["1", "thread"])
-def test_dataset_code_never_runs_concurrently_with_the_model_in_one_process(kind: str) -> None:
-    """Generators are global in a process: draws of two concurrent threads could not be separated."""
+def test_dataset_code_does_not_run_beside_the_model(kind: str) -> None:
+    """Generators are global in a process, so draws of two concurrent threads could not be separated."""
     batches = read(reader(kind, Processes()), Order(SIZE, 8, 3, seed=4), updates=2)
     assert os.getpid() not in {int(process) for item in batches for process in item.batch}
 
 
 @pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
-def test_a_dataset_that_starts_to_draw_late_is_detected(generator: str) -> None:
+def test_late_first_draws_are_detected(generator: str) -> None:
     draw: dict[str, Callable[[], float]] = {
         "torch": lambda: torch.rand(()).item(), "numpy": np.random.random, "python": random.random,
     }  # fmt: skip
@@ -226,8 +224,7 @@ def test_a_dataset_that_starts_to_draw_late_is_detected(generator: str) -> None:
         keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
-    # In one batch in reverse order, the first sample that draws is read at a different time and next to different
-    # samples.
+    # In one batch of reversed order, the first sample that draws is read at a different time, beside different samples.
     forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
     assert forwards == backwards
     assert len({tuple(numbers) for numbers in forwards.values()}) == 11
@@ -241,7 +238,7 @@ def test_each_sample_is_read_once(when: Callable[[int, int], bool]) -> None:
 
 
 class Unreliable(Drawing):
-    """A sample that fails after drawing, one that fails before, and one that fails depending on the draw."""
+    """Samples that fail before drawing, after drawing, or depending on the draw."""
 
     def __getitem__(self, index: int) -> Tensor:
         if index == 3:
@@ -262,26 +259,26 @@ def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference:
     assert result.keys() == reference.keys() - bad
 
 
-def mixed(samples: list[Tensor]) -> Tensor:
-    """A collate function that draws, as one for mixup does."""
-    return torch.cat([torch.stack(samples), torch.tensor([drawn()] * len(samples), dtype=torch.float64)], dim=1)
+def collate_with_draws(samples: list[Tensor]) -> Tensor:
+    """Collate samples with random draws, as for mixup."""
+    return torch.cat([torch.stack(samples), torch.tensor([draw_numbers()] * len(samples), dtype=torch.float64)], dim=1)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
-def test_draws_in_collate_depend_on_the_samples_of_the_batch(kind: str) -> None:
+def test_draws_in_collate_depend_on_the_samples(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
-    expected = draws_of(read(reader("0", Drawing(), mixed), order))
-    assert draws_of(read(reader(kind, Drawing(), mixed), order)) == expected
-    assert draws_of(read(reader("0", Drawing(), mixed), Order(SIZE, 8, 3, seed=4), start=5, updates=1)).items() <= (
-        expected.items()
-    )
+    expected = draws_of(read(reader("0", Drawing(), collate_with_draws), order))
+    assert draws_of(read(reader(kind, Drawing(), collate_with_draws), order)) == expected
+    assert draws_of(
+        read(reader("0", Drawing(), collate_with_draws), Order(SIZE, 8, 3, seed=4), start=5, updates=1)
+    ).items() <= (expected.items())
     assert len({tuple(numbers[4:]) for numbers in expected.values()}) == len(list(order.micro_batches(0))) * 5 + 3 * 2
 
 
-def test_batches_that_differ_in_one_sample_are_collated_with_different_draws() -> None:
-    fetcher = Fetcher(Drawing(), mixed, bad_samples="stop")
+def test_different_batches_have_different_collate_draws() -> None:
+    fetcher = Fetcher(Drawing(), collate_with_draws, bad_samples="stop")
     first, second = (fetcher[MicroBatchKey(0, indices, last=True)].batch[-1].tolist() for indices in ([1, 2], [3, 2]))
     assert first[:6] == second[:6]
     assert all(one != other for one, other in zip(first[6:], second[6:], strict=True))
@@ -329,10 +326,10 @@ WRAPPERS = [(subset,), (stacked,), (by_name,), (subset, stacked), (by_name, subs
 
 
 @pytest.mark.parametrize("wrappers", WRAPPERS, ids=lambda found: " of ".join(each.__name__ for each in found))
-def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
+def test_wrappers_that_read_single_samples_draw_per_sample(
     wrappers: Sequence[Callable[[Any], Any]], reference: Draws
 ) -> None:
-    """torch's Subset and StackDataset have `__getitems__`; `random_split` returns a Subset."""
+    """torch's Subset, which `random_split` returns, and StackDataset have `__getitems__`."""
     dataset: Any = Drawing()
     for wrap in reversed(wrappers):
         dataset = wrap(dataset)
@@ -341,7 +338,7 @@ def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
     assert result == {key: numbers for key, numbers in reference.items() if key[0] == 0}
 
 
-def test_a_wrapper_of_a_dataset_with_getitems_reads_batches() -> None:
+def test_wrappers_of_datasets_with_getitems_read_batches() -> None:
     class Counting(Drawing):
         num_batches = 0
 
@@ -367,8 +364,8 @@ class OnGpu(Drawing):
         return torch.tensor([self.epoch, index, drawn], dtype=torch.float64)
 
 
-def test_draws_from_the_generator_of_the_current_gpu_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two CPU generators stand in for those of two GPUs."""
+def test_draws_on_the_current_gpu_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPU generators replace those of two GPUs."""
     in_use, generators = [6], {6: torch.Generator(), 7: torch.Generator()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
@@ -396,7 +393,7 @@ class Shuffling(Drawing):
     """Draws in `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
-        self.of_epoch = drawn()
+        self.of_epoch = draw_numbers()
         super().set_epoch(epoch)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -416,7 +413,7 @@ class Kept(Drawing):
 
 
 class SeedsItself(Kept):
-    """Random samples that are equal each time."""
+    """Random samples that are the same in each epoch."""
 
     def __getitem__(self, index: int) -> Tensor:
         torch.manual_seed(index)
@@ -425,7 +422,7 @@ class SeedsItself(Kept):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> None:
+def test_only_samples_that_are_equal_in_each_epoch_are_cached(where: str) -> None:
     with pytest.raises(DataError):
         reader("0", Kept(always), cache=where)
     order = Order(SIZE, 8, 3, seed=4)
@@ -437,7 +434,7 @@ def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> 
 
 
 class Rare(Kept):
-    """Only a few samples are random, and none of the first ones."""
+    """Few samples are random, and the first ones are not."""
 
     def __len__(self) -> int:
         return 1100
@@ -452,7 +449,7 @@ def test_one_changing_sample_disables_the_cache() -> None:
 
 
 class Missing(Kept):
-    """Samples with NaN that are equal each time, of a dataset that seeds the generators itself."""
+    """Samples with NaN that are the same in each epoch, from a dataset that seeds the generators itself."""
 
     def __getitem__(self, index: int) -> Tensor:
         random.seed(index)
@@ -465,14 +462,14 @@ def test_samples_with_nan_are_cached() -> None:
     assert all(map(torch.equal, *([each.batch[:, :3] for each in batches] for batches in (plain, kept))))
 
 
-def test_the_order_of_samples_is_the_same_as_in_earlier_versions() -> None:
-    """Checkpoints do not contain the order: a resumed run computes it again."""
+def test_the_order_is_that_of_earlier_versions() -> None:
+    """Checkpoints do not contain the order, so a resumed run computes it again."""
     assert permutation(0, 0, 8).tolist() == ORDERS[0]
     assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
 
 
 class Numbers:
-    """Samples that are the first draw of each generator."""
+    """Samples that consist of the first draw of each generator."""
 
     first: Any = None
 
@@ -501,27 +498,27 @@ BATCH = [[9321899, 11782550, 7220949]]
 
 
 @pytest.mark.parametrize(("dataset", "expected"), [(Numbers(), SAMPLES), (NumbersTogether(), BATCH)])
-def test_draws_are_the_same_as_in_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
-    """Checkpoints do not contain draws of samples: a run resumed with a later version must draw the same."""
+def test_draws_are_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
+    """Checkpoints do not contain draws of samples, so a run resumed with a later version must draw the same numbers."""
     fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
     batch = fetcher[MicroBatchKey(2, [3, 5], last=True, seed=4)].batch
     assert (dataset.first, batch) == (EPOCH, [*expected, COLLATED])
 
 
-def test_different_seeds_never_give_the_same_order_or_draws() -> None:
-    """The two 32-bit words of a large seed must not be mistaken for a seed and an epoch, or a seed and a rank."""
+def test_different_seeds_give_different_orders_and_draws() -> None:
+    """The two 32-bit words of a large seed must not be interpreted as a seed and an epoch, or as a seed and a rank."""
     pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
     assert len({tuple(permutation(seed, epoch, 32).tolist()) for seed, epoch in pairs}) == len(pairs)
     keys = [(5, 1, 0), (5, 1, 3), (5, 3, 1), (5 + 2**32, 3, 0), (5 + 2**32, 0, 3), (5 + 3 * 2**32, 1, 0)]
     assert len({rank_seed(*key) for key in keys}) == len(keys)
 
 
-def test_random_streams_of_samples_and_of_the_order_are_distinct() -> None:
+def test_samples_and_order_use_different_random_streams() -> None:
     big = 5 + 7 * 2**32
     keys = [(5, 0, 0), (5, 7, 0), (5, 0, 7), (big, 0, 0), (5, 7, 1), (big, 1, 0), (big, 0, 1), (5, 7 * 2**32, 1)]
     keys += [(5, 0, 7 * 2**32), (5, 7, 2**32), (5 + 2**64, 7, 0), (5 + 2**32, 0, 0), (0, 5, 0), (0, 0, 5)]
     args = {key: sample_rng(*key).integers(2**63) for key in keys}
-    args |= {  # the stream of `permutation`
+    args |= {  # the stream that `permutation` uses
         (seed, epoch): np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).integers(2**63)
         for seed in (0, 5)
         for epoch in (0, 7)

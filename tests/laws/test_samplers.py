@@ -37,7 +37,7 @@ WEIGHTS = np.random.default_rng(6).random(SIZE) ** 3
 
 
 def samples(batch: int = 8, *, drop_last: bool = False, **other: Any) -> TrainingSamples:
-    """Return 53 samples with weights and lengths, in datasets of 40, 10 and 3."""
+    """Return 53 samples with weights and lengths, in datasets of 40, 10 and 3 samples."""
     content = {"weights": WEIGHTS, "lengths": LENGTHS, "sizes": SIZES, **other}
     return TrainingSamples(
         num_samples=len(content["weights"]),
@@ -76,7 +76,7 @@ def test_every_option_has_a_test() -> None:
 
 
 @kinds
-def test_the_order_depends_only_on_seed_epoch_and_update(kind: str) -> None:
+def test_the_order_depends_only_on_seed_and_update(kind: str) -> None:
     one, other = order_of(kind), order_of(kind)
     last = 3 * one.updates_per_epoch
     backwards = {update: indices_of(one, update) for update in reversed(range(last))}
@@ -101,7 +101,7 @@ def test_epochs_and_seeds_differ(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("shares", [(5, 3), (4, 1, 3), (7, 1)], ids=str)
-def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tuple[int, ...]) -> None:
+def test_ranks_with_unequal_shares_divide_one_update(kind: str, shares: tuple[int, ...]) -> None:
     alone = order_of(kind)
     ranks = [order_of(kind, shares=shares, rank=rank) for rank in range(len(shares))]
     for update in range(2 * alone.updates_per_epoch):
@@ -116,7 +116,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
 
 
 @kinds
-def test_ranks_in_lockstep_get_equal_numbers_of_micro_batches(kind: str) -> None:
+def test_ranks_in_lockstep_have_equal_numbers_of_micro_batches(kind: str) -> None:
     ranks = [order_of(kind, shares=(5, 3), rank=rank, is_lockstep=True) for rank in range(2)]
     for update in range(ranks[0].updates_per_epoch):
         assert len({len(list(rank.micro_batches(update))) for rank in ranks}) == 1
@@ -133,7 +133,7 @@ def test_a_resumed_order_continues(kind: str) -> None:
 
 
 @kinds
-def test_samples_before_is_the_number_of_samples_drawn(kind: str) -> None:
+def test_samples_before_counts_drawn_samples(kind: str) -> None:
     order, counted = order_of(kind), 0
     for update in range(3 * order.updates_per_epoch):
         assert order.samples_before(update) == counted
@@ -168,7 +168,7 @@ def read(workers: int, order: Order, number: int, size: int = SIZE) -> list[torc
 @pytest.mark.sampled(3)
 @kinds
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_read_the_same_samples_with_the_same_random_numbers(kind: str, workers: int) -> None:
+def test_workers_do_not_change_random_samples(kind: str, workers: int) -> None:
     order = order_of(kind)
     for mine, theirs in zip(read(workers, order, 12), read(0, order, 12), strict=True):
         assert torch.equal(mine, theirs)
@@ -191,14 +191,14 @@ def test_sequential_keeps_the_order_of_the_dataset() -> None:
 
 
 def outside(counts: np.ndarray[Any, Any], draws: int, shares: np.ndarray[Any, Any]) -> list[int]:
-    """Return the samples whose count is outside of exact binomial bounds, at a joint level of 1e-6."""
+    """Return the samples whose counts are outside of exact binomial bounds, at a joint level of 1e-6."""
     tail = 1e-6 / (2 * len(shares))
     low, high = binom.ppf(tail, draws, shares), binom.isf(tail, draws, shares)
     return [index for index, count in enumerate(counts) if not low[index] <= count <= high[index]]
 
 
-def test_weighted_counts_equal_those_of_torch() -> None:
-    """torch's WeightedRandomSampler passes the same test, so the test does not only accept this implementation."""
+def test_weighted_counts_match_the_distribution() -> None:
+    """The same bounds hold for torch's WeightedRandomSampler."""
     epochs, shares = 400, WEIGHTS / WEIGHTS.sum()
     sampler = weighted(samples())
     drawn = [index % SIZE for epoch in range(epochs) for window in range(7) for index in sampler.draw(0, epoch, window)]
@@ -216,7 +216,7 @@ def test_a_sample_without_weight_is_never_drawn() -> None:
     assert drawn == {1, 3}
 
 
-def test_weighted_without_replacement_draws_a_sample_at_most_once() -> None:
+def test_samples_are_drawn_at_most_once_without_replacement() -> None:
     sampler = weighted(samples(), replacement=False, num_samples=20)
     firsts = Counter()
     for epoch in range(2000):
@@ -228,14 +228,14 @@ def test_weighted_without_replacement_draws_a_sample_at_most_once() -> None:
     assert outside(counts, 2000, WEIGHTS / WEIGHTS.sum()) == []  # the first draw is distributed as with replacement
 
 
-def test_a_sample_drawn_again_in_an_epoch_gets_different_random_numbers() -> None:
+def test_repeated_draws_of_a_sample_have_different_random_numbers() -> None:
     sampler = weighted(samples(weights=[1.0, 1e-9]), num_samples=8)
     rows = torch.cat(read(0, Order(8, 8, 8, seed=0, sampler=sampler), 1, size=2))
     assert set(rows[:, 0].tolist()) <= {0.0, 1.0}
     assert len(set(rows[:, 1].tolist())) == 8
 
 
-def test_a_sample_repeated_by_a_custom_order_gets_different_random_numbers() -> None:
+def test_custom_repetitions_have_different_random_numbers() -> None:
     facts = samples()
     sampler = facts.in_order(lambda seed, epoch: np.asarray([3, 1, 3, epoch, 3]), num_samples=5)
     assert sampler.draw(0, 1, 0) == [3, 1, 3 + SIZE, 1 + SIZE, 3 + 2 * SIZE]
@@ -244,15 +244,15 @@ def test_a_sample_repeated_by_a_custom_order_gets_different_random_numbers() -> 
 @pytest.mark.parametrize(
     "wrong", [range(SIZE - 1), range(SIZE + 1), range(1, SIZE + 1), [-1] * SIZE, [0.5] * SIZE, [[0]] * SIZE]
 )
-def test_a_custom_order_without_one_valid_index_per_place_is_refused(wrong: Any) -> None:
-    """A shorter epoch, for example, would otherwise give updates without samples."""
+def test_custom_orders_need_a_valid_index_per_position(wrong: Any) -> None:
+    """A shorter epoch, for example, would lead to updates without samples."""
     sampler = samples().in_order(lambda seed, epoch: list(range(SIZE)) if epoch == 0 else list(wrong))
     assert sampler.draw(0, 0, 0) == list(range(8))
     with pytest.raises(TaskFault):
         sampler.draw(0, 1, 0)
 
 
-def test_every_prefix_of_a_mixture_has_its_shares_and_each_dataset_is_covered() -> None:
+def test_every_prefix_of_a_mixture_has_its_shares() -> None:
     """After p draws, the count of each of the S datasets is within S + 1 of its share of p."""
     shares = np.array([0.2, 0.5, 0.3])
     sampler = mixture(samples(), weights=[2, 5, 3])
@@ -267,10 +267,10 @@ def test_every_prefix_of_a_mixture_has_its_shares_and_each_dataset_is_covered() 
     for number, size in enumerate(SIZES):
         mine = drawn[source == number]
         for first in range(0, len(mine) - size + 1, size):
-            assert len(set(mine[first : first + size])) == size  # every sample once before any is repeated
+            assert len(set(mine[first : first + size])) == size  # every sample is drawn once before any is repeated
 
 
-def test_a_mixture_without_weights_draws_equally_from_each_dataset() -> None:
+def test_unweighted_mixtures_draw_equally_from_each_dataset() -> None:
     sampler = mixture(samples(), num_samples=300)
     drawn = np.array([index % SIZE for window in range(38) for index in sampler.draw(0, 0, window)])
     assert [int((drawn < 40).sum()), int(((drawn >= 40) & (drawn < 50)).sum()), int((drawn >= 50).sum())] == [100] * 3
@@ -281,7 +281,7 @@ def padding(order: Order) -> int:
     return sum(int(LENGTHS[drawn].max()) * len(drawn) - int(LENGTHS[drawn].sum()) for drawn in updates)
 
 
-def test_length_buckets_put_samples_of_one_length_together() -> None:
+def test_length_buckets_group_similar_lengths() -> None:
     order = order_of("length_buckets")
     ceilings = -(-LENGTHS // 4)
     spans = [np.ptp(np.sort(ceilings[indices_of(order, update)])) for update in range(order.updates_per_epoch - 1)]
@@ -291,8 +291,8 @@ def test_length_buckets_put_samples_of_one_length_together() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_length_buckets_leave_out_no_sample_in_every_epoch(drop_last: bool) -> None:
-    """With drop_last, the longest samples would otherwise never be used."""
+def test_length_buckets_use_all_samples_over_the_epochs(drop_last: bool) -> None:
+    """Otherwise, drop_last would omit the longest samples in every epoch."""
     sampler = length_buckets(samples(drop_last=drop_last))
     whole = range(SIZE // 8)
     seen = {index for epoch in range(40) for window in whole for index in sampler.draw(0, epoch, window)}
@@ -306,7 +306,7 @@ def test_length_buckets_leave_out_no_sample_in_every_epoch(drop_last: bool) -> N
     batch=st.integers(1, 20),
     bucket=st.integers(1, 9),
 )
-def test_no_update_exceeds_the_token_budget(lengths: list[int], tokens: int, batch: int, bucket: int) -> None:
+def test_updates_stay_within_the_token_budget(lengths: list[int], tokens: int, batch: int, bucket: int) -> None:
     facts = samples(batch, lengths=lengths, weights=lengths)
     sampler = token_budget(facts, tokens=tokens, bucket=bucket)
     order = Order(len(lengths), batch, batch, seed=1, sampler=sampler)
@@ -318,7 +318,7 @@ def test_no_update_exceeds_the_token_budget(lengths: list[int], tokens: int, bat
         assert sorted(index for each in drawn for index in each) == list(range(len(lengths)))
 
 
-def test_no_micro_batch_exceeds_its_token_budget_and_updates_stay_the_same() -> None:
+def test_micro_batches_stay_within_their_token_budget() -> None:
     whole, order = order_of("token_budget in micro-batches", micro=8), order_of("token_budget in micro-batches")
     for update in range(order.updates_per_epoch):
         micros = [micro.indices for micro in whole.micro_batches(update)]
@@ -336,17 +336,21 @@ WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [
     ("a dataset of weight below 0", lambda: mixture(samples(), weights=[0.5, 0.5, -1.0]), ConfigError),
     ("no dataset with weight", lambda: mixture(samples(), weights=[0.0, 0.0, 0.0]), ConfigError),
     ("an empty dataset", lambda: mixture(samples(sizes=[3, 0])), DataError),
-    ("a dataset that no epoch has", lambda: mixture(samples(), weights=[0.5, 0.46, 0.04], num_samples=12), ConfigError),
+    (
+        "a dataset without samples in an epoch",
+        lambda: mixture(samples(), weights=[0.5, 0.46, 0.04], num_samples=12),
+        ConfigError,
+    ),
     ("a sample over the budget", lambda: token_budget(samples(lengths=[5, 90], weights=[1, 1]), tokens=64), DataError),
     ("a length of 0", lambda: token_budget(samples(lengths=[5, 0], weights=[1, 1])), DataError),
     ("micro-batches above updates", lambda: token_budget(samples(), tokens=64, micro_tokens=65), ConfigError),
     ("a sample over a micro-batch", lambda: token_budget(samples(), tokens=128, micro_tokens=32), DataError),
-    ("nothing incomplete to drop", lambda: token_budget(samples(drop_last=True)), ConfigError),
+    ("no incomplete update to drop", lambda: token_budget(samples(drop_last=True)), ConfigError),
 ]
 
 
 @pytest.mark.parametrize(("make", "kind"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_impossible_samplers_are_refused(make: Callable[[], object], kind: type[AccelRunError]) -> None:
+def test_impossible_samplers_are_rejected(make: Callable[[], object], kind: type[AccelRunError]) -> None:
     with pytest.raises(kind) as caught:
         make()
     assert all(problem.fix for problem in caught.value.problems)

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization equals a plain loop, for any micro-batches, ranks, retries and resumes."""
+"""Sharpness-aware minimization equals a plain loop, with any micro-batches, ranks, retries and resumes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
-    """Plain loop of SAM (Foret et al., ICLR 2021, algorithm 1) and ASAM (Kwon et al., ICML 2021, algorithm 1)."""
+    """Train with a plain loop: algorithm 1 of SAM (Foret et al., ICLR 2021) or of ASAM (Kwon et al., ICML 2021)."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run.parts.task, phase.run.parts.bare
         x, y = task.dataset("train").tensors
@@ -96,16 +96,18 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_update_equals_the_one_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
+def test_updates_equal_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
     expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
     result = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
     assert_close(result, expected, TOLERANCE)
-    assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), "the loss before the ascent is reported"
+    assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), (
+        "the reported loss is the one before the ascent"
+    )
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("ddp", 3)])
-def test_neither_accumulation_nor_ranks_change_an_update(args: str, world_size: int, tmp_path: Path) -> None:
+def test_accumulation_and_ranks_do_not_change_an_update(args: str, world_size: int, tmp_path: Path) -> None:
     expected = trained(tmp_path / "one", "micro_batch_size=8")
     shares = {2: "[7,1]", 3: "[4,3,1]"}
 
@@ -120,7 +122,7 @@ def test_neither_accumulation_nor_ranks_change_an_update(args: str, world_size: 
     assert_close(saved(tmp_path / "other"), expected, TOLERANCE)
 
 
-def test_both_passes_have_the_same_draws_and_only_the_first_one_changes_buffers(tmp_path: Path) -> None:
+def test_both_passes_have_the_same_draws(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "global_batch_size=8", "micro_batch_size=4", task=DRAWING)) as phase:
         assert phase.run_updates() is None
         drawn: list[tuple[float, ...]] = phase.run.parts.task.drawn  # type: ignore[attr-defined]
@@ -134,7 +136,7 @@ def test_both_passes_have_the_same_draws_and_only_the_first_one_changes_buffers(
 
 @pytest.mark.parametrize("first_copy", [0, 2])
 def test_only_the_first_pass_changes_frozen_parameters(first_copy: int, tmp_path: Path) -> None:
-    """In every update, also if forward passes start to change one after the first update."""
+    """This holds even if forward passes start to change a parameter after the first update."""
     with open_phase(request_of(tmp_path, f"task.first_copy={first_copy}", task=DRAWING)) as phase:
         model, copies = phase.run.parts.bare, []
         weights = [model.line.weight.detach().clone()]
@@ -147,7 +149,7 @@ def test_only_the_first_pass_changes_frozen_parameters(first_copy: int, tmp_path
         assert torch.equal(copied, expected), update
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
     expected = trained(tmp_path / "straight", "micro_batch_size=2")
     with open_phase(request_of(tmp_path / "parts", "micro_batch_size=2")) as phase:
         for update in phase.updates():
@@ -158,7 +160,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert_close(trained(tmp_path / "parts", "micro_batch_size=2"), expected, 0.0)
 
 
-def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_path: Path) -> None:
+def test_out_of_memory_in_the_second_pass_repeats_the_update(tmp_path: Path) -> None:
     expected = trained(tmp_path / "one")
     with open_phase(request_of(tmp_path / "short")) as phase:
         loss, calls = phase.run.parts.task.loss, []
@@ -171,13 +173,13 @@ def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_pat
 
         phase.work.loss.loss = short  # type: ignore[attr-defined]
         assert phase.run_updates() is None
-    assert 4 in calls, "it was repeated in smaller micro-batches"
+    assert 4 in calls, "the update must be repeated in smaller micro-batches"
     assert_close(saved(tmp_path / "short"), expected, TOLERANCE)
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_sharded_weights_are_refused(strategy: str) -> None:
+def test_sharded_weights_are_rejected(strategy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_this_process(compose(Request(("sharpness=sam", f"parallelism={strategy}", "device=cpu"))))
     assert [problem.where for problem in caught.value.problems] == ["sharpness=sam"]
@@ -185,7 +187,7 @@ def test_sharded_weights_are_refused(strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["own_gan", "own_clip"])
-def test_objectives_and_coupled_losses_are_perturbed_for_any_micro_batches(
+def test_micro_batches_do_not_change_objectives_and_coupled_losses(
     example: str, server: ForkServer, tmp_path: Path
 ) -> None:
     args = "global_batch_size=32 updates=3 scheduler=constant sharpness=sam"

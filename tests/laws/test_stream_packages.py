@@ -1,4 +1,4 @@
-"""Streams of `datasets`, `webdataset` and `torchdata`: each sample once, on ranks, in workers and after a resume."""
+"""Streams of three packages read each sample once, on ranks, in workers and after a resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUMBERS = list(range(sum(SIZES)))
 
 @pytest.fixture(autouse=True)
 def _files_left_open() -> Iterator[None]:
-    """webdataset leaves closing files to the garbage collector."""
+    """Close open files: webdataset leaves this to the garbage collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -80,7 +80,7 @@ def web_dataset(folder: Path, *, shuffle: bool) -> Any:
 def nodes(folder: Path, *, shuffle: bool) -> Any:
     package = pytest.importorskip("torchdata.nodes", reason="torchdata is not installed")
     if shuffle:
-        pytest.skip("a sampler of torchdata is no stream")
+        pytest.skip("a torchdata sampler is not a stream")
     source = package.Mapper(package.IterableWrapper(NUMBERS), lambda number: {"number": torch.tensor(number)})
     return package.Loader(source)
 
@@ -97,9 +97,7 @@ def numbers_of(updates: list[list[MicroBatch]]) -> list[list[int]]:
     ("name", "num_shards", "shuffle"),
     [case for case in cases if case[0] != "torchdata" or case[1:] == (1, False)],
 )
-def test_a_stream_of_each_package_is_read_once_per_epoch_and_resumed(
-    name: str, num_shards: int, shuffle: bool, tmp_path: Path
-) -> None:
+def test_streams_are_read_once_per_epoch(name: str, num_shards: int, shuffle: bool, tmp_path: Path) -> None:
     dataset = PACKAGES[name](tmp_path, shuffle=shuffle)
     assert is_stream(dataset)
     source = StreamSource("train", num_shards, dataset, limit=len(NUMBERS) if num_shards == 1 else None)
@@ -125,10 +123,10 @@ def test_a_stream_of_each_package_is_read_once_per_epoch_and_resumed(
 @pytest.mark.parametrize(("name", "num_shards"), [*((name, num) for name in PACKAGES for num in (1, 2, 5))][:7])
 @pytest.mark.parametrize("shares", [(8,), (5, 3), (3, 1, 4)], ids=str)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-def test_ranks_and_workers_divide_the_updates_of_a_package(
+def test_ranks_and_workers_divide_the_updates(
     name: str, num_shards: int, shares: tuple[int, ...], workers: int, tmp_path: Path
 ) -> None:
-    """Five files, so two shards have different numbers of files and samples."""
+    """There are five files, so two shards have different numbers of files and samples."""
     dataset = PACKAGES[name](tmp_path, shuffle=False)
     source = StreamSource("train", num_shards, dataset)
     sampler = StreamSampler(source.lengths(), num_shards, num_shards, BATCH)
@@ -143,8 +141,8 @@ def test_ranks_and_workers_divide_the_updates_of_a_package(
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_state_of_a_package_is_used_only_if_it_is_exact(name: str, tmp_path: Path) -> None:
-    """The state of `datasets` does not include the buffer of `shuffle`, so it cannot restore the position."""
+def test_only_exact_states_are_used(name: str, tmp_path: Path) -> None:
+    """States of `datasets` do not include the buffer of `shuffle`, so they cannot restore the position."""
     plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
     assert (plain.has_state, plain.restore_error) == (name != "webdataset", "")
     if name == "datasets":
@@ -155,9 +153,7 @@ def test_the_shards_of_a_hugging_face_dataset_are_counted(tmp_path: Path) -> Non
     assert hugging_face(tmp_path, shuffle=False).num_shards == len(SIZES)
 
 
-def test_a_package_does_not_divide_its_stream_by_the_ranks_in_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_do_not_divide_streams_by_rank_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     opened = OpenShard(StreamSource("train", 1, web_dataset(tmp_path, shuffle=False)), 0, 0)
@@ -166,7 +162,7 @@ def test_a_package_does_not_divide_its_stream_by_the_ranks_in_the_environment(
 
 
 def test_a_mosaicml_streaming_dataset_is_read_by_index(tmp_path: Path) -> None:
-    """Its iteration would divide the samples among processes that wait for each other."""
+    """Iterating over it would divide the samples among processes that wait for each other."""
     streaming = pytest.importorskip("streaming", reason="mosaicml-streaming is not installed", exc_type=ImportError)
     with streaming.MDSWriter(out=str(tmp_path), columns={"number": "int"}, size_limit=200) as writer:
         for number in NUMBERS:

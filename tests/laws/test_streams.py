@@ -1,4 +1,4 @@
-"""Updates of a stream do not depend on the numbers of ranks and workers, or on where the run is stopped and resumed."""
+"""Updates of a stream depend neither on the numbers of ranks and workers nor on stops and resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read(
     workers: int = 0,
     order: Order | None = None,
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each update of a rank."""
+    """Read a stream; return the micro-batches of each update of a rank."""
     fetcher, result = fetcher_of(source), [[]]
     fetcher.dataset.start_from(marks or {})
     reader = default(fetcher, CPU, num_workers=workers, pin_memory=False)
@@ -77,7 +77,7 @@ def rows(updates: list[list[MicroBatch]]) -> list[torch.Tensor]:
 
 
 def marks_after(updates: list[list[MicroBatch]]) -> dict[int, ShardMark]:
-    """Return the marks after these updates, as a checkpoint would store them."""
+    """Return the marks that a checkpoint would store after these updates."""
     result = {shard: mark for update in updates for micro in update for shard, mark in micro.marks.items()}
     return {shard: ShardMark(*json.loads(json.dumps([*mark]))) for shard, mark in result.items()}
 
@@ -90,7 +90,7 @@ shards = pytest.mark.parametrize(("num_shards", "together"), [(1, 1), (2, 2), (3
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_round_robin_takes_each_element_once_alternating_between_iterators(lengths: list[int]) -> None:
+def test_round_robin_takes_each_element_once(lengths: list[int]) -> None:
     turns = RoundRobin(lengths)
     expected = sorted((item, which) for which, length in enumerate(lengths) for item in range(length))
     assert [turns.locate(position)[::-1] for position in range(turns.total)] == expected
@@ -105,9 +105,7 @@ def test_round_robin_takes_each_element_once_alternating_between_iterators(lengt
     batch=st.integers(1, 12),
     drop_last=st.booleans(),
 )
-def test_every_sample_of_a_stream_is_in_exactly_one_update(
-    lengths: list[int], groups: int, batch: int, drop_last: bool
-) -> None:
+def test_every_sample_is_in_exactly_one_update(lengths: list[int], groups: int, batch: int, drop_last: bool) -> None:
     sampler = StreamSampler(lengths * groups, len(lengths) * groups, len(lengths), batch, drop_last=drop_last)
     drawn = [sampler.draw(0, 0, window) for window in range(sampler.updates_per_epoch)]
     counts = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
@@ -137,7 +135,7 @@ def test_each_sample_is_read_once_per_epoch(kind: str, num_shards: int, together
 
 @pytest.mark.slow_beyond(2)
 @shards
-def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int, together: int) -> None:
+def test_streams_without_a_length_repeat_complete_shards(num_shards: int, together: int) -> None:
     source = source_of(Files, num_shards)
     updates = read(source, 40, order=order_of(source, together=together))
     assert all(len(each) == BATCH for each in rows(updates))
@@ -157,7 +155,7 @@ def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int
 @shards
 @pytest.mark.parametrize("shares", [(5, 3), (4, 1, 3)], ids=str)
 @pytest.mark.parametrize("micro", [8, 2])
-def test_ranks_divide_the_same_updates_as_one_process(
+def test_ranks_divide_the_updates_of_one_process(
     kind: str, num_shards: int, together: int, shares: tuple[int, ...], micro: int
 ) -> None:
     source = source_of(KINDS[kind], num_shards)
@@ -187,7 +185,7 @@ def test_workers_read_the_same_samples(kind: str, num_shards: int, together: int
 @pytest.mark.parametrize("start", [1, 2, 5, 9, 12])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, start: int, workers: int) -> None:
-    """The number of ranks changes: one process uses the marks of two ranks, and vice versa."""
+    """The number of ranks may change: one process uses the marks of two ranks, and vice versa."""
     source = source_of(KINDS[kind], num_shards)
     whole = read(source, 18, order=order_of(source, together=together))
     ranks = [order_of(source, 2, together, shares=(5, 3), rank=rank) for rank in range(2)]
@@ -245,7 +243,7 @@ def test_reading_a_stream_does_not_advance_the_global_generators() -> None:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_that_divides_itself_among_workers_is_read_as_shards(num_shards: int, workers: int) -> None:
+def test_self_dividing_datasets_are_read_as_shards(num_shards: int, workers: int) -> None:
     source = StreamSource("train", num_shards, ByWorker())
     result = torch.cat(rows(read(source, 8, workers=workers)))
     assert len(set(result[:64, 0].tolist())) == 64
@@ -259,7 +257,7 @@ def test_a_limit_uses_the_first_samples_of_each_epoch() -> None:
     assert sorted(torch.cat(rows(read(source, 6)))[20:, 0].tolist()) == NUMBERS[:20]
 
 
-def test_samples_for_an_evaluation_are_read_once_and_kept() -> None:
+def test_evaluation_samples_are_read_once() -> None:
     source = source_of(Files, 1)
     assert [int(sample[0]) for sample in read_all_samples(source, None, SEED)] == NUMBERS
     assert len(read_all_samples(source, 7, SEED)) == 7
@@ -311,9 +309,7 @@ class Raising(Files):
         (Files, 7, "shard 5 of the train stream has no samples"),
     ],
 )
-def test_a_stream_that_violates_its_contract_is_reported_with_the_reason(
-    kind: Any, num_shards: int, what: str, workers: int
-) -> None:
+def test_violations_of_the_contract_are_reported(kind: Any, num_shards: int, what: str, workers: int) -> None:
     with pytest.raises(DataError, match=what):
         read(source_of(kind, num_shards), 12, workers=workers)
 
@@ -324,7 +320,7 @@ def test_a_limit_is_divided_among_the_shards(limit: int, lengths: tuple[int, ...
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5), limit=st.integers(0, 70))
-def test_a_limit_takes_more_samples_from_longer_shards_if_others_are_too_short(lengths: list[int], limit: int) -> None:
+def test_a_limit_takes_more_samples_from_longer_shards(lengths: list[int], limit: int) -> None:
     source = StreamSource("train", len(lengths), make=lambda _, shard, __: [0] * lengths[shard], limit=limit)
     limited = source.lengths()
     assert limited is not None
@@ -334,7 +330,7 @@ def test_a_limit_takes_more_samples_from_longer_shards_if_others_are_too_short(l
     assert incomplete == sorted(incomplete, reverse=True)
 
 
-def test_a_shard_that_is_too_short_for_a_limit_is_reported_with_the_limit() -> None:
+def test_shards_too_short_for_a_limit_are_reported() -> None:
     with pytest.raises(DataError) as raised:
         read(source_of(Files, 3, limit=71), 12)
     assert "data.train_samples=71" in str(raised.value)
@@ -349,7 +345,7 @@ class RaisingLater(Files):
             raise ValueError("cut off")
 
 
-def test_an_unreadable_sample_is_reported_by_its_position_in_the_stream() -> None:
+def test_unreadable_samples_are_reported_by_position() -> None:
     with pytest.raises(DataError, match=r"sample 3 of the train stream"):
         read(source_of(RaisingLater, 1), 12)
 
@@ -361,7 +357,7 @@ class EmptyLater(Files):
         return iter(()) if self.epoch else super().__iter__()
 
 
-def test_a_pass_without_samples_is_refused() -> None:
+def test_a_pass_without_samples_is_rejected() -> None:
     with pytest.raises(DataError, match="no samples"):
         read(source_of(EmptyLater, 1), 12)
 
@@ -372,7 +368,7 @@ def verdict_of(source: StreamSource) -> StreamCheck:
 
 
 class Few(WithLength):
-    """Has fewer samples than the check before training reads."""
+    """Has fewer samples than the check reads before training."""
 
     def __iter__(self) -> Any:
         return islice(super().__iter__(), 10)
@@ -386,7 +382,7 @@ class Sixteen(Files):
 
 
 @pytest.mark.parametrize(("kind", "what"), [(Few, "ended after 10 samples"), (Sixteen, "has more samples")])
-def test_a_wrong_length_among_the_first_samples_is_refused_before_training(kind: Any, what: str) -> None:
+def test_a_wrong_length_is_rejected_before_training(kind: Any, what: str) -> None:
     with pytest.raises(DataError, match=what):
         verdict_of(source_of(kind, 1))
 
@@ -404,17 +400,15 @@ def unknown() -> int:
 
 @pytest.mark.parametrize("length", [lambda: 71.0, lambda: None, lambda: -1, lambda: 1 << 70])
 @pytest.mark.parametrize("is_divided", [True, False])
-def test_a_length_that_is_not_a_number_of_samples_is_refused(
-    length: Any, is_divided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It must not count as unknown, because the stream would then be read again from its beginning."""
+def test_invalid_lengths_are_rejected(length: Any, is_divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid length must not count as unknown, because the stream would then be read again from the beginning."""
     monkeypatch.setattr(OfLength, "length", staticmethod(length), raising=False)
     source = source_of(OfLength, 2) if is_divided else StreamSource("train", 2, OfLength(FILES))
     with pytest.raises(DataError, match="length"):
         source.lengths()
 
 
-def test_a_stream_may_declare_that_its_length_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_may_declare_an_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfLength, "length", staticmethod(unknown), raising=False)
     assert source_of(OfLength, 2).lengths() is None
 
@@ -429,7 +423,7 @@ def test_a_stream_is_checked_before_training(kind: str, num_shards: int) -> None
 
 
 @pytest.mark.parametrize("dataset", [Undivided(), Unseeded()], ids=["undivided", "unseeded"])
-def test_a_stream_that_would_repeat_or_miss_samples_is_refused(dataset: Any) -> None:
+def test_streams_that_repeat_or_miss_samples_are_rejected(dataset: Any) -> None:
     source = StreamSource("train", 2, dataset)
     with pytest.raises(DataError):
         raise_if_invalid(verdict_of(source), 2)
@@ -446,7 +440,7 @@ def test_a_state_that_cannot_be_stored_is_reported() -> None:
     assert marks_after(read(source_of(Foreign, 1), 2))[0].state is None
 
 
-def test_a_lost_state_is_reported_and_the_samples_stay_the_same() -> None:
+def test_a_lost_state_does_not_change_the_samples() -> None:
     source = source_of(Liar, 1)
     updates = read(source, 4)
     resumed = read(source, 1, start=3, marks=marks_after(updates[:3]))
@@ -455,7 +449,7 @@ def test_a_lost_state_is_reported_and_the_samples_stay_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", [WithLength, Stateful])
-def test_a_stream_with_different_samples_after_a_resume_is_refused(kind: type[Files]) -> None:
+def test_different_samples_after_a_resume_are_rejected(kind: type[Files]) -> None:
     marks = marks_after(read(source_of(kind, 1), 3))
     changed = StreamSource("train", 1, make=lambda *_: kind([[number + 1 for number in NUMBERS]]))
     with pytest.raises(DataError, match="differs from the one read before"):
@@ -488,7 +482,7 @@ def test_a_state_survives_serialization_to_json(state: Any) -> None:
 
 
 class _Divided(torch.utils.data.Dataset[int]):
-    """Its length is the share of a rank, as in mosaicml-streaming."""
+    """A dataset whose length is the share of a rank, as in mosaicml-streaming."""
 
     epoch_size = 72
 
@@ -511,7 +505,7 @@ _Divided.__module__, _Divided.__name__ = "streaming.base.dataset", "StreamingDat
     ],
     ids=["subset", "concatenated", "both"],
 )
-def test_a_dataset_limited_to_one_rank_is_completed_or_refused(wrap: Callable[[Any], Any]) -> None:
+def test_datasets_limited_to_one_rank_are_completed_or_rejected(wrap: Callable[[Any], Any]) -> None:
     assert len(undivided(_Divided())) == 72
     with pytest.raises(TaskFault):
         undivided(wrap(_Divided()))

@@ -1,7 +1,7 @@
-"""The update of every shipped task does not depend on how its samples are divided into micro-batches and ranks.
+"""The update of every shipped task does not depend on the division of its samples into micro-batches and ranks.
 
-Everything is computed in float64, even if a task converts to float32: the remaining differences are rounding errors,
-which cannot hide an error in the mathematics.
+Everything is computed in float64, even if a task converts to float32. The remaining differences are rounding errors,
+which are too small to hide an error in the mathematics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Make = Callable[[Path], Task]
 
 
 def tractodiff(folder: Path, **options: Any) -> Task:
-    """Waves through a ball of random coefficients; some leave the ball, which the loss takes into account."""
+    """Waves through a ball of random coefficients. Some leave the ball, which the loss takes into account."""
     from runner.tasks.tractodiff import data
     from runner.tasks.tractodiff import task as module
     from runner.tasks.tractodiff.fields import NUM_CHANNELS
@@ -95,7 +95,7 @@ def cape(folder: Path) -> Task:
 
 
 def nmt(folder: Path, **options: Any) -> Task:
-    """Sources and targets of many lengths: padding and packing depend on the micro-batch."""
+    """Sources and targets of many lengths, so that padding and packing depend on the micro-batch."""
     from runner.tasks.nmt import task as module
 
     small = {"num_layers": 2, "num_heads": 2, "width": 16, "feed_forward": 32, "initial_std": 0.3}
@@ -115,7 +115,7 @@ def gpt(folder: Path, **options: Any) -> Task:
 
 
 def dynamo(folder: Path) -> Task:
-    """Records of many lengths: padding depends on the micro-batch."""
+    """Records of many lengths, so that padding depends on the micro-batch."""
     from runner.tasks.dynamo.task import SHAPES, DynamoTask, build
     from runner.tasks.dynamo.text import SPLITS
 
@@ -140,7 +140,7 @@ def dynamo(folder: Path) -> Task:
     task = DynamoTask(task.corpus, small, seed=SEED)
     for adapters in task.model.adapters:
         for adapter in adapters.values():  # type: ignore[operator]
-            torch.nn.init.normal_(adapter.B, std=0.1)  # zeros would hide dropout before them
+            torch.nn.init.normal_(adapter.B, std=0.1)  # weights of zero would hide the dropout before them
     return task
 
 
@@ -189,7 +189,7 @@ PIPELINED = (
     *("nmt packed", "nmt padded, dropout", "nmt packed, attention dropout"),
     *("hyperspectral rx", "hyperspectral svdd"),
 )
-READ = (  # one for each dataset
+READ = (  # one case for each dataset
     *("tractodiff", "cape", "nmt packed", "nmt padded", "gpt", "dynamo pretrain", "dynamo joint", "hyperspectral rx"),
 )
 DRAWS = (  # losses that draw random numbers
@@ -208,7 +208,7 @@ DRAWS = (  # losses that draw random numbers
 
 
 def _with_small_shapes(module: Any, small: Mapping[str, Any], *given: Any, **options: Any) -> Task:
-    """Build a task whose sizes differ only in what makes them slow."""
+    """Build a task whose sizes differ from the published ones only in what makes them slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHAPES", {size: replace(shape, **small) for size, shape in module.SHAPES.items()})
         task: Task = module.build(*given, **options)
@@ -241,7 +241,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Task]:
-    """Return a function of the case's name that returns its task, with the same weights each time."""
+    """Return a function that returns the task of a case, with the same weights in each call."""
     folder, built = tmp_path_factory.mktemp("data"), {}
 
     def task(case: str) -> Task:
@@ -326,7 +326,7 @@ def updated(
     keys = [part for key in order.micro_batches(0) for part in (cut(key, sizes) if sizes else [key])]
     before = {name: weight.detach().clone() for name, weight in task.model.named_parameters()}
     model = parallel.wrap(task.model, task.layers, list(task.blocks()))
-    if isinstance(parallel, Pipelined):  # it computes its stage outside of the loss
+    if isinstance(parallel, Pipelined):  # pipelines compute their stage outside of the loss
         parallel.stage.compute = in_context(float64, parallel.stage.compute)  # type: ignore[method-assign]
     named = parallel.owned_parameters(dict(model.named_parameters()))
     parallel.begin(list(named.values()))
@@ -350,7 +350,7 @@ class Updated:
     moved: Tensor | None
 
     def check_is(self, other: Updated) -> None:
-        """Compare sums of about 10,000 terms in another order: each rounds to 2e-16, and the model magnifies errors."""
+        """Compare sums of about 10,000 terms in different orders. Each rounds to 2e-16; the model magnifies errors."""
         assert self.items == other.items
         assert self.loss == pytest.approx(other.loss, rel=PROMISED_OF_TASKS)
         if self.moved is not None and other.moved is not None:
@@ -378,8 +378,8 @@ def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callabl
     run_ranks(lambda world: updated(world, fresh(case), strategy=fsdp, shares=(9, 7)).check_is(whole), 2)
 
 
-def test_sharding_the_model_does_not_change_the_moving_center_of_svdd() -> None:
-    """`begin_update` calls the network outside a forward pass of the model, where each rank has a part of it."""
+def test_sharding_does_not_change_the_center_of_svdd() -> None:
+    """`begin_update` calls the network outside of a forward pass, where each rank has only a part of the weights."""
     from runner.tasks.hyperspectral.model import DeepSVDD
 
     def center(world: World) -> list[float]:
@@ -394,12 +394,12 @@ def test_sharding_the_model_does_not_change_the_moving_center_of_svdd() -> None:
     (whole,) = run_ranks(center, 1)
     for sharded in run_ranks(center, 2):
         assert sharded == pytest.approx(whole)
-    assert whole != pytest.approx([32**-0.5] * 32)  # it has moved
+    assert whole != pytest.approx([32**-0.5] * 32)  # the center has moved
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", PIPELINED)
-def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
+def test_stages_do_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
     run_ranks(lambda world: updated(world, fresh(case), (5, 11), strategy=Pipelined).check_is(whole), 2)
 
@@ -409,8 +409,8 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
 @pytest.mark.parametrize(
     "case", ["cape", "nmt packed", "nmt padded", "tractodiff unet", "hyperspectral rx", "hyperspectral svdd"]
 )
-def test_a_pipeline_has_the_same_metrics_as_the_unsplit_model(case: str, fresh: Callable[[str], Task]) -> None:
-    """This includes metrics that decode step by step, with a pass through all stages for each step."""
+def test_a_pipeline_has_the_metrics_of_the_unsplit_model(case: str, fresh: Callable[[str], Task]) -> None:
+    """This includes metrics that decode step by step, where each step is a pass through all stages."""
 
     def measured(world: World, parallel: Any) -> dict[str, tuple[float, float]]:
         task = fresh(case)
@@ -436,9 +436,7 @@ def test_a_pipeline_has_the_same_metrics_as_the_unsplit_model(case: str, fresh: 
         *("hyperspectral rx", "hyperspectral svdd"),
     ],
 )
-def test_a_model_split_over_devices_of_one_process_gives_the_same_results(
-    case: str, fresh: Callable[[str], Task]
-) -> None:
+def test_splitting_a_model_over_devices_does_not_change_results(case: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)
     task.model.eval()
     calls: list[tuple[Any, Any]] = []
@@ -468,8 +466,8 @@ def test_a_model_split_over_devices_of_one_process_gives_the_same_results(
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("case", DRAWS)
-def test_random_draws_of_a_task_change_its_loss(case: str, fresh: Callable[[str], Task]) -> None:
-    """Otherwise the comparison above would prove nothing about random numbers."""
+def test_random_draws_change_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
+    """Otherwise, the comparison above would not test random numbers."""
     task = fresh(case)
     losses = []
     for seed in (1, 2):
@@ -482,9 +480,7 @@ def test_random_draws_of_a_task_change_its_loss(case: str, fresh: Callable[[str]
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("case", READ)
-def test_cached_batches_equal_the_batches_read_and_are_not_read_again(
-    case: str, split: str, fresh: Callable[[str], Task]
-) -> None:
+def test_cached_batches_equal_read_batches(case: str, split: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)
     dataset: Any = task.dataset(split)
     name = "load_fixed" if hasattr(dataset, "load_fixed") else "__getitems__"
@@ -498,7 +494,7 @@ def test_cached_batches_equal_the_batches_read_and_are_not_read_again(
     cached = cache_samples(Fetcher(dataset, task.collate, bad_samples="stop", split=split), "memory", CPU)
     delattr(dataset, name)
     num_samples = len(dataset)
-    assert sum(calls) == num_samples  # each sample once
+    assert sum(calls) == num_samples  # each sample is read once
     keys = [
         key
         for epoch in (0, 1)

@@ -96,7 +96,7 @@ def test_accumulation_does_not_change_the_update(
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_update_equals_the_update_with_the_mean_loss(ignored: bool) -> None:
+def test_the_update_equals_that_of_the_mean_loss(ignored: bool) -> None:
     by_hand = make_model()
     optimizer = torch.optim.AdamW(
         [
@@ -122,7 +122,7 @@ def test_the_update_equals_the_update_with_the_mean_loss(ignored: bool) -> None:
     )
 
 
-def test_a_smaller_last_update_weights_its_samples_equally() -> None:
+def test_samples_of_a_smaller_last_update_have_equal_weights() -> None:
     """The last update of an epoch is a mean over fewer samples, not a fraction of a mean."""
     (x, y), *_ = data(1, ignored=False)
     model, by_hand = make_model(), make_model()
@@ -137,7 +137,7 @@ def test_a_smaller_last_update_weights_its_samples_equally() -> None:
     assert float(steps[0].grad_norm) == pytest.approx(float(norm), rel=PROMISED[torch.float64])
 
 
-def test_the_norm_for_clipping_does_not_depend_on_loss_scaling() -> None:
+def test_loss_scaling_does_not_change_the_clipped_norm() -> None:
     norms = {}
     for name, precision, options in (("fp32", fp32, {}), ("fp16", fp16, {"init_scale": 1024.0})):
         model = make_model(torch.float32)
@@ -154,7 +154,7 @@ def poisoned(at: int, updates: int) -> Iterator[MicroBatch]:
         yield MicroBatch((x * float("inf") if number == at else x, y), True)
 
 
-def test_an_overflow_skips_the_update_halves_the_scale_and_keeps_the_schedule() -> None:
+def test_an_overflow_skips_the_update() -> None:
     model = make_model(torch.float32)
     run = training(model, sample_loss, precision=fp16, init_scale=1024.0)
     seen = []
@@ -187,7 +187,7 @@ def test_training_reduces_the_loss_in_every_precision(precision: Any) -> None:
 
 
 def test_losses_are_summed_exactly_in_any_dtype() -> None:
-    """In bfloat16, 256 + 1 is 256, but a sum over micro-batches must not stagnate."""
+    """In bfloat16, 256 + 1 is 256, at which a sum over micro-batches must not stay."""
 
     def one(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return (model(batch[0]).sum() * 0 + 1).bfloat16(), 1
@@ -200,7 +200,7 @@ def test_losses_are_summed_exactly_in_any_dtype() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("precision", [fp32, fp16])
-def test_a_micro_batch_without_readable_samples_does_not_change_the_update(place: int, precision: Any) -> None:
+def test_unreadable_micro_batches_do_not_change_the_update(place: int, precision: Any) -> None:
     (x, y), *_ = data(1, ignored=False)
     micros = cut(x, y, [20, 12])
     results = []
@@ -218,7 +218,7 @@ def test_a_micro_batch_without_readable_samples_does_not_change_the_update(place
 
 
 @pytest.mark.parametrize("precision", [fp32, fp16])
-def test_an_update_without_readable_samples_is_an_error_of_the_data(precision: Any) -> None:
+def test_an_update_without_readable_samples_is_a_data_error(precision: Any) -> None:
     micros = [MicroBatch(None, last, ((index, "broken"),), is_counted=False) for index, last in ((7, False), (3, True))]
     with pytest.raises(DataError) as caught:
         next(train_updates(training(make_model(), sample_loss, precision=precision), iter(micros), 1))
@@ -226,7 +226,7 @@ def test_an_update_without_readable_samples_is_an_error_of_the_data(precision: A
 
 
 class InMemory(torch.autograd.Function):
-    """Writes a value to given memory, as the outputs of a CUDA graph are always in the same memory."""
+    """Writes a value to given memory, because the outputs of a CUDA graph are always in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, memory: list[Tensor]) -> Tensor:
@@ -238,8 +238,8 @@ class InMemory(torch.autograd.Function):
         return gradient, None
 
 
-def test_losses_and_counts_that_the_next_forward_pass_overwrites_are_kept() -> None:
-    """Each forward pass starts a CUDA graph iteration, which reuses the memory of the previous one."""
+def test_overwritten_losses_and_counts_are_kept() -> None:
+    """Each forward pass starts a CUDA graph iteration, which reuses the memory of the previous iteration."""
     loss_memory, count_memory, num_begun = torch.zeros((), dtype=torch.float64), torch.zeros(()), 0
 
     def begin() -> None:
@@ -268,5 +268,5 @@ def test_losses_and_counts_that_the_next_forward_pass_overwrites_are_kept() -> N
     ("epochs", "updates_per_epoch", "updates"),
     [(1.1, 100, 110), (0.7, 10, 7), (1.001, 1000, 1001), (2.5, 3, 8), (3, 7, 21), (0.001, 10, 1), (1e-5, 10**6, 10)],
 )
-def test_a_fractional_number_of_epochs_is_exact(epochs: float, updates_per_epoch: int, updates: int) -> None:
+def test_fractional_epochs_are_exact(epochs: float, updates_per_epoch: int, updates: int) -> None:
     assert count_updates(epochs, updates_per_epoch) == updates
