@@ -212,7 +212,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_keyboard_interrupt_saves_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KeyboardInterrupt is then raised. The run may ignore SIGINT, as in a background job of a shell script."""
+    """The interrupt is also raised. The run may ignore SIGINT, as in a background job of a shell script."""
 
     def child_that_ignores_sigint(*args: Any) -> list[str]:
         python, *flags, program, parent = (command := child_command(*args))[:5]

@@ -81,7 +81,7 @@ def test_optimizer_updates_a_split_model_equally() -> None:
         torch.testing.assert_close(piped.model.state_dict()[name], value, rtol=ADAPTIVE, atol=PROMISED[torch.float64])
 
 
-def test_ten_layers_on_11_and_8_gb_split_6_to_4() -> None:
+def test_layers_are_split_by_memory() -> None:
     piped = PipelineParallel(ten_layers(), 4, ["cpu", "cpu"], [11 * GIB, 8 * GIB])
     assert str(piped.split) == "6 : 4"
     lines = piped.table().splitlines()

@@ -177,7 +177,7 @@ def test_an_exact_custom_all_reduce_equals_ddp(server: ForkServer, tmp_path: Pat
     assert are_equal(trained(server, tmp_path / "exact", args), wanted)
 
 
-def test_a_compressed_all_reduce_is_close_to_the_exact_one(server: ForkServer, tmp_path: Path) -> None:
+def test_a_compressed_all_reduce_is_close_to_an_exact_one(server: ForkServer, tmp_path: Path) -> None:
     options = "dataloader.num_workers=0 optimizer=sgd optimizer.lr=0.1"
     one = trained(server, tmp_path / "compressed", f"parallelism=compressed {TWO} {options}")
     other = trained(server, tmp_path / "exact", options)

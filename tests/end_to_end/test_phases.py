@@ -293,7 +293,7 @@ def test_a_run_can_start_from_another_run(server: ForkServer, tmp_path: Path) ->
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
 
 
-def test_a_run_that_repeats_finished_phases_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
+def test_repeated_phases_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
     """The run starts from another run in which both phases are finished."""
     base = [*BASE, "updates=5"]
     assert server.run(base, tmp_path).code == 0

@@ -371,7 +371,7 @@ def test_a_rejected_attempt_changes_nothing(server: ForkServer, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_phase_that_stops_early_is_finished(server: ForkServer, tmp_path: Path) -> None:
+def test_an_early_stopped_phase_is_finished(server: ForkServer, tmp_path: Path) -> None:
     args = [
         "phases=[pretrain,adapter]", "phase.pretrain.updates=2", "evaluate.every=2", "phase.adapter.updates=30",
         "phase.adapter.early_stopping.patience=2", "phase.adapter.early_stopping.min_delta=10",
@@ -439,7 +439,7 @@ def test_a_config_folder_can_set_options_of_a_phase(server: ForkServer, tmp_path
         ("phase.adapter.evaluate.every", "evaluate.every=3", "3"),
     ],
 )
-def test_explain_names_the_override_that_applies_to_a_phase(
+def test_explain_names_the_override_of_a_phase(
     key: str, word: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

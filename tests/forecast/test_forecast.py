@@ -461,7 +461,7 @@ def test_tracing_a_large_model_allocates_nothing(script):
 
 
 @pytest.mark.slow
-def test_a_norm_on_a_gpu_saves_its_input_in_float32(script, tmp_path):
+def test_norms_on_gpus_save_float32_inputs(script, tmp_path):
     """CPU autocast would keep the input, 4 samples of 8 channels of 32 x 32 pixels, in half precision."""
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
@@ -552,7 +552,7 @@ def peak_bytes_of_rank(plan, world) -> int:
         ("fsdp parallelism.gradients=sharded parallelism.communicate=bfloat16 precision=bf16", 2, 3, "true", 1.3),
     ],
 )
-def test_ddp_and_fsdp_ranks_need_at_most_the_predicted_memory(script, tmp_path, strategy, micro, steps, blocks, above):
+def test_ddp_and_fsdp_need_at_most_the_predicted_memory(script, tmp_path, strategy, micro, steps, blocks, above):
     """The prediction includes buckets, gathered blocks, unsharded gradients and accumulated gradients.
 
     The prediction is exact for ddp and an upper bound for fsdp, whose peaks do not all coincide.

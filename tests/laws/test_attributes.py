@@ -214,7 +214,7 @@ ADDED = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("how", ADDED)
-def test_saved_buffers_added_by_the_first_update_stop_the_run(how: str, server: ForkServer, tmp_path: Path) -> None:
+def test_saved_buffers_added_in_training_stop_the_run(how: str, server: ForkServer, tmp_path: Path) -> None:
     """A resumed run builds the model without the buffer, so no checkpoint could be loaded."""
     is_saved, kept, args = ADDED[how]
     adds = f"self.register_buffer('late', torch.zeros(3), persistent={how != 'not persistent'})"

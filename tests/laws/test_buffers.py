@@ -44,7 +44,7 @@ def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] |
     line = f"train --task {TASK} run=mine device=cpu monitor=off updates=20 dataloader.num_workers=0 {args}"
     completed = server.run(line, folder, env)
     codes = {None: [Exit.DONE], "raise": [Exit.SOFTWARE], "SIGTERM": [Exit.PREEMPTED]}
-    if "world_size" in args:  # ranks agree on the update after which they stop, which may be the last one
+    if "world_size" in args:  # ranks agree on when to stop; after the last update, the run is done
         codes["SIGTERM"].append(Exit.DONE)
     assert completed.code in codes[fault and fault["by"]], completed.err
 

@@ -121,7 +121,7 @@ def test_a_sum_is_not_reported(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", [8, 16, 64])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_mean_with_a_count_of_1_is_not_reported(name: str, size: int) -> None:
+def test_means_with_count_1_are_not_reported(name: str, size: int) -> None:
     assert message(lambda pair: (ROWS[name](*pair).mean(), 1), size) == ""
 
 
@@ -155,7 +155,7 @@ def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
     assert message(prototypes, size, classes=classes) == ""
 
 
-def test_the_check_reads_more_samples_than_a_small_micro_batch() -> None:
+def test_the_check_extends_small_micro_batches() -> None:
     assert "couple() returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
     assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
 
@@ -180,7 +180,7 @@ def test_the_check_limits_the_compared_samples() -> None:
     assert max(sizes) == 128  # 32 samples, repeated four times
 
 
-def test_losses_that_vanish_for_repeated_rows_are_not_reported() -> None:
+def test_zero_losses_of_repeated_rows_are_not_reported() -> None:
     def nearest(pair: Any) -> Any:
         codes = pair[0]
         distances = (codes[:, None] - codes).abs().sum(2) + torch.eye(len(codes)) * 100

@@ -104,7 +104,7 @@ class LateFrozen(Frozen):
 
 
 class Follower(Dropped):
-    """Has a momentum encoder that initially equals its source, so that early passes do not change it."""
+    """Has a momentum encoder that initially equals its source, so that early passes do not change its LayerNorm."""
 
     is_late = False  # the second update is compared
 
@@ -232,7 +232,7 @@ def test_repeated_forward_passes_have_equal_draws_and_buffers(kind: type[Dropped
 
 
 @pytest.mark.parametrize("is_aliased", [True, False])
-def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool) -> None:
+def test_frozen_and_trained_parameters_may_share_memory(is_aliased: bool) -> None:
     """After `slow.data = fast.data`, restoring the frozen parameter must not write to the trained one."""
     task: Any = Dropped(torch.float64)
     task.model.fast = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64))

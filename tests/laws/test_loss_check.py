@@ -334,7 +334,7 @@ def test_undecidable_losses_are_reported(loss: Loss) -> None:
     assert not any(check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of())))
 
 
-def test_a_batch_norm_that_mixes_samples_is_reported() -> None:
+def test_batch_norms_are_reported() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
     assert "batch norm" in check_loss_is_sum(parts_of(model), MEANS["a mean"], micro_of(batch_of())).reason
 
@@ -374,14 +374,14 @@ def test_small_deviations_in_half_precision_are_undecided() -> None:
 
 
 @pytest.mark.parametrize("count", [len, lambda batch: 1])
-def test_the_count_of_a_sum_must_grow_with_the_batch(count: Callable[[Any], int]) -> None:
+def test_the_count_must_grow_with_the_batch(count: Callable[[Any], int]) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), count(batch)
 
     assert "len(y)" in find_message(loss)
 
 
-def test_batch_norms_in_eval_mode_are_not_blamed_on_the_loss() -> None:
+def test_losses_may_use_batch_norms_in_eval_mode() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
     x, y = batch_of()

@@ -317,7 +317,7 @@ def test_attributes_without_effect_are_accepted() -> None:
     assert not any(run_ranks(lambda world: message_of(world, lambda: {"own": Kept()}), 2))
 
 
-def test_an_attribute_set_by_a_library_need_not_be_declared() -> None:
+def test_library_attributes_need_no_declaration() -> None:
     running = pytest.importorskip("torchmetrics").wrappers.Running
     mean = pytest.importorskip("torchmetrics").MeanMetric
     for message in run_ranks(lambda world: message_of(world, lambda: {"own": running(mean(), window=2)}), 2):

@@ -658,7 +658,7 @@ def test_a_reused_metric_is_reset(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids])
-def test_attributes_that_reset_does_not_clear_are_reset(kind: type[nn.Module]) -> None:
+def test_reset_clears_undeclared_attributes(kind: type[nn.Module]) -> None:
     task = with_metric(kind())
     results = [measured(ALONE, task, 8) for _ in range(2)]
     assert results[0] == results[1]

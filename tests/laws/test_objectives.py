@@ -274,9 +274,7 @@ def _times(answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
-def test_half_precision_equals_a_loop_with_a_scaler_per_objective(
-    kind: type[Any], shares: tuple[int, ...], micro: int
-) -> None:
+def test_half_precision_equals_a_loop_with_grad_scalers(kind: type[Any], shares: tuple[int, ...], micro: int) -> None:
     """The plain loop uses the same micro-batches, because gradients of each micro-batch are rounded to float16."""
     result = run_ranks(
         lambda world: trained(
@@ -353,7 +351,7 @@ def test_objectives_may_share_declared_parameters() -> None:
     assert [len(spec.select_parameters(task.model)) for spec in specs_of(task)] == [4, 6]
 
 
-def test_a_tied_parameter_belongs_to_objectives_of_all_its_names() -> None:
+def test_tied_parameters_belong_to_several_objectives() -> None:
     for shares in ([], ["disc.2.bias"], ["disc.2.bias", "gen.extra"]):
         declared = {
             name: {"trains": [name], "shares": [each for each in shares if name in each]} for name in ("disc", "gen")

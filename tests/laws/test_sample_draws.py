@@ -93,7 +93,7 @@ def reference() -> Draws:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*READERS, "thread"])
-def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
+def test_the_reader_does_not_change_draws(kind: str, reference: Draws) -> None:
     assert len({tuple(numbers) for numbers in reference.values()}) == len(reference) > 2 * SIZE
     assert draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))) == reference
 
@@ -251,7 +251,7 @@ class Unreliable(Drawing):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "3", "thread"])
-def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference: Draws) -> None:
+def test_bad_samples_do_not_change_other_draws(kind: str, reference: Draws) -> None:
     batches = read(reader(kind, Unreliable(always), bad_samples="skip"), Order(SIZE, 8, 4, seed=4))
     result = draws_of(batches)
     assert result == {key: reference[key] for key in result}
@@ -422,7 +422,7 @@ class SeedsItself(Kept):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_only_samples_that_are_equal_in_each_epoch_are_cached(where: str) -> None:
+def test_only_constant_samples_are_cached(where: str) -> None:
     with pytest.raises(DataError):
         reader("0", Kept(always), cache=where)
     order = Order(SIZE, 8, 3, seed=4)

@@ -160,7 +160,7 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
     assert_close(trained(tmp_path / "parts", "micro_batch_size=2"), expected, 0.0)
 
 
-def test_out_of_memory_in_the_second_pass_repeats_the_update(tmp_path: Path) -> None:
+def test_an_update_is_repeated_after_out_of_memory(tmp_path: Path) -> None:
     expected = trained(tmp_path / "one")
     with open_phase(request_of(tmp_path / "short")) as phase:
         loss, calls = phase.run.parts.task.loss, []

@@ -87,7 +87,7 @@ def test_traced_sizes_are_exact_and_memory_is_monotonic(samples: int, sizes: tup
     st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
 )
 @settings(max_examples=30)
-def test_one_more_sample_than_the_largest_size_does_not_fit(gib: float, most: int, strategy: str, count: int) -> None:
+def test_the_largest_micro_batch_is_found(gib: float, most: int, strategy: str, count: int) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
     result = largest_micro_batch(need, rank, most, part)
@@ -243,9 +243,7 @@ def test_blocks_chosen_by_the_trace_are_recomputed() -> None:
         (("micro_batch_size=8", "memory=budget"), None, True),
     ],
 )
-def test_a_run_is_traced_only_if_its_plan_needs_it(
-    args: tuple[str, ...], device: Device | None, *, is_wanted: bool
-) -> None:
+def test_a_run_is_traced_only_if_needed(args: tuple[str, ...], device: Device | None, *, is_wanted: bool) -> None:
     here = dataclasses.replace(HERE, devices=(device,) if device else ())
     assert should_trace_memory(compose(Request(args)), here) is is_wanted
 

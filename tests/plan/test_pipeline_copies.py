@@ -120,7 +120,7 @@ def test_auto_without_a_trace_follows_the_split(args: tuple[str, ...], expected:
     assert plan_for("auto", *args).choices["parallelism"].options["stages"] == expected
 
 
-def test_a_number_of_stages_of_unknown_memory_is_not_chosen() -> None:
+def test_stages_of_unknown_memory_are_not_chosen() -> None:
     known_needs = equal_stages(RANKS, 8.0)
     by_stages = {2: MemoryNeeds({}), RANKS: known_needs}
     made = plan_for("auto", memory=dataclasses.replace(known_needs, by_stages=by_stages))
@@ -242,13 +242,13 @@ def test_complete_pipelines_continue_after_the_loss_of_a_rank(
     assert options_for_ranks(options, kept, 8) == adapted
 
 
-def test_auto_keeps_the_split_if_the_remaining_ranks_fit_it() -> None:
+def test_auto_keeps_a_split_that_remaining_ranks_can_form() -> None:
     options = {"stages": "auto", "split": [3, 1]}
     assert options_for_ranks(options, [2, 3], 4) == options
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])
-def test_the_slowest_copy_of_a_stage_determines_the_update_time(slow: int) -> None:
+def test_the_slowest_copy_determines_the_update_time(slow: int) -> None:
     args = ("micro_batch_size=1", "global_batch_size=16", "parallelism=pipeline", "parallelism.stages=2")
     assert DEVICE.flops_per_s is not None
     devices = [DEVICE] * RANKS

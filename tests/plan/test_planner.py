@@ -229,7 +229,7 @@ def test_ranks_use_the_precision_of_the_least_capable_gpu(order: tuple[Device, .
         make_plan(configuration("parallelism=ddp", "precision=bf16"), here, ranks)
 
 
-def test_a_remaining_rank_keeps_the_precision_chosen_for_all_ranks() -> None:
+def test_remaining_ranks_keep_the_precision() -> None:
     asked, here = configuration("parallelism=ddp"), machine(A100, T4_TOO)
     both = make_plan(asked, here)
     assert both.choices["precision"].name == "fp16"
@@ -284,7 +284,7 @@ def test_the_gpu_with_the_most_free_memory_is_chosen() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 @pytest.mark.parametrize(("device", "word"), [(ARC, "device=xpu"), (ARC, "device=auto"), (MPS, "device=mps")])
-def test_several_ranks_do_not_share_an_intel_or_apple_gpu(device: Device, word: str, strategy: str) -> None:
+def test_ranks_do_not_share_intel_or_apple_gpus(device: Device, word: str, strategy: str) -> None:
     for ranks in ("parallelism.world_size=auto", "parallelism.world_size=2"):
         (problem,) = find_problems(word, f"parallelism={strategy}", ranks, on=machine(device))
         assert device.torch_name in problem.what
@@ -294,7 +294,7 @@ def test_several_ranks_do_not_share_an_intel_or_apple_gpu(device: Device, word: 
 
 
 @pytest.mark.parametrize(("device", "word"), [(ARC, "device=xpu"), (MPS, "device=mps")])
-def test_ranks_of_another_launcher_do_not_silently_use_the_cpu(device: Device, word: str) -> None:
+def test_other_launchers_do_not_silently_use_the_cpu(device: Device, word: str) -> None:
     here = machine(device)
     ranks = devices_of_local_ranks(configuration(word), here, 2)
     with pytest.raises(ConfigError):
@@ -330,7 +330,7 @@ def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: In
 
 
 @pytest.mark.parametrize(("word", "is_named"), [("cuda", True), ("cuda:1", True), ("mps", False), ("xpu", False)])
-def test_a_missing_driver_is_given_as_reason_only_for_cuda_devices(word: str, is_named: bool) -> None:
+def test_a_missing_driver_explains_only_missing_cuda_devices(word: str, is_named: bool) -> None:
     with pytest.raises(DeviceMissing) as caught:
         plan(f"device={word}", on=dataclasses.replace(machine(), no_gpu="no driver"))
     assert ("no driver" in str(caught.value)) == is_named
@@ -406,7 +406,7 @@ def test_task_settings_apply_to_the_option_chosen_by_auto(tmp_path: Path) -> Non
     assert make_plan(asked, machine()).choices["precision"].options == {}, "all parameters are float32"
 
 
-def test_options_selected_by_a_gpu_profile_fall_back_on_a_cpu() -> None:
+def test_options_of_a_gpu_profile_fall_back_on_a_cpu() -> None:
     made = plan("hardware=t4", on=machine())
     selected = selected_options("hardware", "t4")
     assert selected.keys() == {"precision", "attention", "backend"}
@@ -466,7 +466,7 @@ def test_an_idle_gpu_is_reported_unless_intended() -> None:
     assert plan("hardware=t4", on=machine(T4)).notes == ()
 
 
-def test_the_cpu_profile_does_not_use_the_gpu_unless_requested() -> None:
+def test_the_cpu_profile_does_not_use_an_unrequested_gpu() -> None:
     made = plan("hardware=cpu", on=machine(A100))
     assert (made.device, made.reason("device")) == ("cpu", "profile cpu")
     assert plan("hardware=cpu", "device=cuda", on=machine(A100)).device == "cuda:0"
@@ -487,7 +487,7 @@ def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallelism=ddp",), ("parallelism=auto",), ()])
-def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str, ...]) -> None:
+def test_plans_may_have_more_gpus_than_the_profile(words: tuple[str, ...]) -> None:
     asked = configuration("hardware=h100", *words, "parallelism.world_size=8", "global_batch_size=64")
     here, _ = planning_inventory(asked)
     made = make_plan(asked, here)
@@ -577,7 +577,7 @@ def test_backend_auto_benchmarks_repeated_convolutions(
         (("backend=fast", "parallelism=fsdp", "parallelism.shard_size=all"), False),
     ],
 )
-def test_a_trace_chooses_the_backend_and_shard_size_on_gpus(words: tuple[str, ...], expected: bool) -> None:
+def test_backend_and_shard_size_need_a_trace_on_gpus(words: tuple[str, ...], expected: bool) -> None:
     given = configuration(*words, "micro_batch_size=8")
     assert should_trace_memory(given, machine(A100)) is expected
     assert not should_trace_memory(given, machine())
@@ -896,7 +896,7 @@ def test_optimizers_that_synchronize_with_loss_scaling_are_reported(
     [(MI210, "bf16"), (MI300, "bf16"), (RX7900, "bf16"), (MI100, "fp16"), (RX6800, "fp32")],
     ids=lambda value: getattr(value, "architecture", value),
 )
-def test_precision_auto_on_an_amd_gpu_depends_on_its_architecture(device: Device, format_: str) -> None:
+def test_precision_auto_depends_on_the_amd_architecture(device: Device, format_: str) -> None:
     here = machine(device)
     assert plan("precision=auto", on=here).choices["precision"].function == format_
     if format_ == "bf16":
@@ -913,7 +913,7 @@ def test_amd_gpus_of_two_architectures_use_a_common_precision() -> None:
     assert both.choices["precision"].function == "fp32", "ranks use a format that all of them support"
 
 
-def test_the_micro_batch_limit_of_a_cpu_does_not_apply_to_gpus() -> None:
+def test_cpu_micro_batch_limits_do_not_apply_to_gpus() -> None:
     """Memory is not predicted before a CPU run, so large tasks limit their micro-batches on a CPU."""
     args = ("task=gpt", "task.size=124m")
     on_cpu, on_gpu = plan(*args).batch, plan(*args, on=machine(T4)).batch

@@ -145,7 +145,7 @@ def test_memory_depends_on_the_shard_size() -> None:
 
 
 @pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
-def test_the_shard_size_survives_a_loss_of_ranks_if_possible(kept: list[int], expected: int | str) -> None:
+def test_shard_size_after_a_loss_of_ranks(kept: list[int], expected: int | str) -> None:
     assert options_for_ranks({"shard_size": 2}, kept, 4)["shard_size"] == expected
 
 

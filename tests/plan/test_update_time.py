@@ -192,7 +192,7 @@ def test_reading_without_workers_delays_kernel_launches() -> None:
 
 
 @pytest.mark.parametrize("args", [("dataloader.cache=memory",), ()])
-def test_the_loading_time_of_cached_or_unread_samples_is_unknown(args: tuple[str, ...]) -> None:
+def test_loading_time_of_cached_samples_is_unknown(args: tuple[str, ...]) -> None:
     need = dataclasses.replace(demand(), read_s=1.0 if args else None)
     assert LOADING not in [part.name for part in known(predict(*SIZES, *args, need=need)).parts]
 
@@ -237,7 +237,7 @@ def test_the_slowest_link_limits_a_ring() -> None:
     assert make_ring([DEVICE, DeviceRates(1e12, 1e12)]) is None
 
 
-def test_several_machines_are_limited_by_their_network_and_its_latency() -> None:
+def test_network_and_latency_limit_several_machines() -> None:
     device = dataclasses.replace(DEVICE, network_bytes_per_s=1.25e9, per_machine=4)
     inside, between = make_ring([device] * 4), make_ring([device] * 8)
     assert inside == Ring(4, 1e10, pytest.approx(3 * LINK_LATENCY_S))
@@ -245,7 +245,7 @@ def test_several_machines_are_limited_by_their_network_and_its_latency() -> None
     assert make_ring([dataclasses.replace(device, network_bytes_per_s=None)] * 8) is None
 
 
-def test_all_buckets_but_the_last_overlap_with_the_backward_pass() -> None:
+def test_only_the_last_bucket_does_not_overlap() -> None:
     ring = Ring(2, 1e9, 0.0)
     each = ring.reduce(10**6)
     traffic = reduce_buckets((10**6,) * 10, 1.0, ring)
@@ -259,7 +259,7 @@ def test_all_buckets_but_the_last_overlap_with_the_backward_pass() -> None:
     assert reduce_buckets((), 1.0, ring).exposed == 0
 
 
-def test_fsdp_does_not_overlap_its_first_all_gather_and_last_reduce_scatter() -> None:
+def test_first_gather_and_last_scatter_do_not_overlap() -> None:
     shards = Shards.of(MODEL, 10**8, {"communicate": "float32", "reshard_after_forward": True})
     assert (shards.count, shards.block, shards.outside) == (8, 10**7, 2 * 10**7)
     ring = Ring(2, 1e9, 0.0)

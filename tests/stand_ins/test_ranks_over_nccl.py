@@ -250,14 +250,14 @@ NO_FAILURE = {
 } | {
     f"end_to_end/test_ranks.py::{test.__name__}"
     for test in (
-        whole_runs.test_two_ranks_have_the_loss_curve_of_one_process,
-        whole_runs.test_copies_of_a_split_model_have_the_loss_curve_of_one_process,
+        whole_runs.test_two_ranks_match_one_process,
+        whole_runs.test_copies_of_a_split_model_match_one_process,
         whole_runs.test_ddp_runs_resume_with_other_strategies,
         whole_runs.test_one_process_can_use_a_model_trained_on_ranks,
         whole_runs.test_the_straggler_is_reported,
         whole_runs.test_bad_samples_of_any_rank_are_listed,
         whole_runs.test_each_checkpoint_interval_saves_once,
-        whole_runs.test_buffers_of_any_type_and_layout_start_equal_on_all_ranks,
+        whole_runs.test_initial_buffers_are_equal_on_all_ranks,
         whole_runs.test_a_fit_can_call_the_model,
         whole_runs.test_sharded_checkpoints_resume_with_other_strategies,
         whole_runs.test_impossible_configurations_are_reported_before_ranks_start,

@@ -164,7 +164,7 @@ def test_padding_does_not_change_the_output() -> None:
     assert_close(long.types[:, :, :4], short.types, TERMS, growth=2.0)
 
 
-def test_the_loss_of_a_batch_is_the_sum_over_its_episodes() -> None:
+def test_the_loss_is_a_sum_over_episodes() -> None:
     model, batch = make_model(), make_batch((5, 3, 2))
     task = make_task(model)
     whole, items = task.loss(model, batch)
@@ -301,7 +301,7 @@ def test_keypoint_dropout_acts_only_in_training() -> None:
 # Metrics
 
 
-def test_a_keypoint_predicted_after_the_end_is_not_a_hit() -> None:
+def test_keypoints_after_the_end_are_not_hits() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     batch["query_visible"] = batch["present"][:, None].clone()
     xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[:, None]
@@ -314,7 +314,7 @@ def test_a_keypoint_predicted_after_the_end_is_not_a_hit() -> None:
     assert distances.sum() == 0
 
 
-def test_pck_counts_keypoints_within_a_fifth_of_the_longer_side() -> None:
+def test_pck_counts_keypoints_within_a_distance() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_visible"] = torch.tensor([[[True, True, False]]])
     away = torch.tensor([0.099, 0.101, 0.0])  # the longer side of the box is half of the picture

@@ -208,7 +208,7 @@ def test_a_confident_correct_router_has_the_lowest_loss() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_loss_of_a_batch_is_the_sum_over_its_samples(task: DynamoTask, phase: str) -> None:
+def test_the_loss_is_a_sum_over_samples(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
     task.model.eval()
     task.teacher = 1.0

@@ -217,7 +217,7 @@ def test_windows_tile_the_stream(corpus: Corpus) -> None:
     assert torch.equal(y.flatten(), stream[1 : x.numel() + 1])
 
 
-def test_an_index_after_the_last_window_raises_an_index_error(corpus: Corpus) -> None:
+def test_an_index_after_the_last_window_is_rejected(corpus: Corpus) -> None:
     windows = corpus.windows("val", 100)
     with pytest.raises(IndexError):
         windows[len(windows)]

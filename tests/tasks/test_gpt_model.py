@@ -183,7 +183,7 @@ def test_compiled_models_drop_the_same_elements(compiled: Callable[..., None]) -
 # The loss
 
 
-def test_the_loss_of_a_batch_is_the_sum_over_its_samples() -> None:
+def test_the_loss_is_a_sum_over_samples() -> None:
     task = make_task()
     x, y = make_batch(4)
     whole, items = task.loss(task.model, (x, y))
@@ -217,7 +217,7 @@ def test_the_model_overfits_one_batch() -> None:
     assert loss.item() / int(items) < 0.1
 
 
-def test_bits_per_byte_of_bytes_is_the_loss_in_bits() -> None:
+def test_bits_per_byte_equals_the_loss_in_bits() -> None:
     task = make_task()
     with torch.no_grad():
         metrics = task.evaluate(task.model, make_batch(4))
@@ -307,7 +307,7 @@ def test_a_sample_ends_at_the_end_of_document_token() -> None:
         ({"size": "350m"}, SHAPES["350m"]),
     ],
 )
-def test_options_of_the_task_set_the_shape_of_the_model(options: dict[str, Any], shape: Shape, tmp_path: Path) -> None:
+def test_task_options_set_the_model_shape(options: dict[str, Any], shape: Shape, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 100)
     with torch.device("meta"):

@@ -359,7 +359,7 @@ def test_a_damaged_file_is_reported_by_name(damaged: Path, file: str) -> None:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("file", ["dwi.nii.gz", "mask.nii.gz", "dwi.bval", "dwi.bvec", "tracts.trk"])
-def test_a_file_with_an_invalid_number_is_reported_by_name(damaged: Path, file: str, number: float) -> None:
+def test_invalid_numbers_are_reported_with_the_file(damaged: Path, file: str, number: float) -> None:
     path = damaged / file
     if path.suffix == ".gz":
         values = nibabel.load(path).get_fdata().astype(np.float32)

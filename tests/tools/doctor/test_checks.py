@@ -91,7 +91,7 @@ def test_reported_formats_depend_on_the_device() -> None:
 
 
 @pytest.mark.slow
-def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
+def test_a_low_limit_of_open_files_is_reported() -> None:
     finding = limits_under(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     )["open files"]

@@ -85,7 +85,7 @@ def test_no_requested_check_is_skipped_silently(args: str, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith("accel-run: checks: ")
 
 
-def test_a_failed_check_exits_with_69_and_prints_fixes_at_the_end(
+def test_a_failed_check_exits_with_69_and_prints_fixes(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     result = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)

@@ -196,7 +196,7 @@ def test_output_of_checks_is_captured(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_every_finding_has_a_check_a_reason_and_a_duration(tmp_path: Path) -> None:
+def test_findings_have_a_check_reason_and_duration(tmp_path: Path) -> None:
     def slow(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("one", "fine")
         context.clock.now += 0.25  # type: ignore[attr-defined]

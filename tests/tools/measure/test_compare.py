@@ -244,7 +244,7 @@ def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: py
     assert as_json(actual)["between_processes"]["sigma"] == actual.spread.sigma
 
 
-def test_a_baseline_that_cannot_be_measured_is_an_error(comparison: Comparison) -> None:
+def test_an_unmeasurable_baseline_is_an_error(comparison: Comparison) -> None:
     with pytest.raises(AccelRunError, match="as planned"):
         comparison.compare([Variant("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
 

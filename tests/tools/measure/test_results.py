@@ -109,7 +109,7 @@ def test_a_remeasured_technique_replaces_only_its_column(fresh: Any) -> None:
     law()
 
 
-def test_the_csv_has_rows_of_steps_and_columns_of_techniques(results: Results) -> None:
+def test_csv_rows_are_steps_and_columns_are_techniques(results: Results) -> None:
     with results.csv.open(newline="", encoding="utf-8") as file:
         assert list(csv.reader(file)) == [
             ["step", "baseline", "bf16"], ["1", "12.5", "7.0"], ["2", "12.25", "6.125"], ["3", "12.0", ""],

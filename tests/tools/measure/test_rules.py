@@ -249,7 +249,7 @@ def test_checkpoint_interval_auto_causes_no_finding() -> None:
     assert findings(facts({"saving": 5.0}, {"checkpoint.every": "auto"}, num_saves=9)) == []
 
 
-def test_begin_update_is_named_only_if_the_task_defines_it() -> None:
+def test_begin_update_is_named_only_if_defined() -> None:
     (result,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
 
     assert "begin_update" not in result.by_hand
@@ -269,7 +269,7 @@ def test_a_single_worker_is_described_in_the_singular() -> None:
         ({"dataloader": "thread"}, "dataloader=default dataloader.num_workers=1"),
     ],
 )
-def test_a_loader_thread_without_a_cache_counts_as_one_worker(values: Mapping[str, Any], absent: str) -> None:
+def test_an_uncached_loader_thread_is_one_worker(values: Mapping[str, Any], absent: str) -> None:
     for cache, is_there in (("none", False), ("memory", True)):
         (result,) = findings(facts({"data": 8.0}, {**values, "dataloader.cache": cache}))
         assert (absent in {each.name for each in result.candidates}) is is_there, cache

@@ -9,7 +9,7 @@ from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.selection import select
 
 
-def test_a_variant_that_never_started_is_not_a_candidate() -> None:
+def test_unstarted_variants_are_not_candidates() -> None:
     """The process of such a variant has not reported settings."""
     unstarted = SimpleNamespace(name="other", blocks={}, opened={})
     trials: Any = SimpleNamespace(variants=[SimpleNamespace(name="base"), unstarted])

@@ -136,7 +136,7 @@ def test_columns_of_unknown_sessions_are_not_plotted(tmp_path: Path) -> None:
         results.rows()
 
 
-def test_a_baseline_is_removed_with_the_last_column_of_its_session(tmp_path: Path) -> None:
+def test_unused_baselines_are_removed(tmp_path: Path) -> None:
     results = Results(tmp_path)
     for number in range(3):
         rows = {BASELINE: LadderRow(updates_ms=(4.0 + number,)), "bf16": LadderRow(updates_ms=(2.0,))}

@@ -444,7 +444,7 @@ def test_settings_of_a_task_are_tuned(tmp_path: Path, monkeypatch: pytest.Monkey
         assert result[key] == int(value)
 
 
-def test_the_micro_batch_size_is_not_changed_for_models_with_batch_norm() -> None:
+def test_batch_norm_fixes_the_micro_batch_size() -> None:
     there = place("task=gpt")
     with_norms = replace(there, facts=replace(there.facts, probe={**there.facts.probe, "has_batch_norm": True}))
 

@@ -1,4 +1,4 @@
-"""Bottleneck: a running mean reads each loss from the device. Fix: keep the mean as a tensor."""
+"""Bottleneck: a running mean reads the loss of each sample from the device. Fix: keep the mean as a tensor."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_start_time_compile_time_memory_and_kernels_are_reported(
 
 
 @pytest.mark.slow
-def test_the_table_has_columns_of_variants_and_rows_of_steps(measured: tuple[SuiteReport, Path]) -> None:
+def test_columns_are_variants_and_rows_are_steps(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     columns = columns_of(folder)
 
@@ -394,7 +394,7 @@ def test_the_baseline_disables_every_technique() -> None:
         assert any(plain.get(word.partition("=")[0]) != changed[word.partition("=")[0]] for word in technique.overrides)
 
 
-def test_techniques_that_need_a_gpu_are_skipped_on_a_cpu() -> None:
+def test_gpu_techniques_are_skipped_on_a_cpu() -> None:
     configuration, known = compose(Request()), load_techniques(None)
     skipped = {name for name, each in known.items() if each.why_not(configuration, "cpu")}
     assert skipped == {"autotune", "non_blocking", "prefetch"}

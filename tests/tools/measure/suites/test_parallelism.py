@@ -75,7 +75,7 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_time")
-def test_a_budget_without_time_for_a_block_is_an_error(tmp_path: Path) -> None:
+def test_too_short_budgets_are_rejected(tmp_path: Path) -> None:
     wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", updates="1"), budget_s=0.01)
 
     with pytest.raises(AccelRunError, match=r"budget_s: is too short"):
