@@ -498,18 +498,16 @@ def test_a_pipeline_with_an_explicit_split_loses_a_stage(
 
 
 @pytest.mark.slow
-def test_a_lost_rank_ends_only_its_own_pipeline_of_those_that_the_plan_has_formed(
-    server: ForkServer, folder: Path, expected: dict[int, float]
-) -> None:
-    """The setting is stages=auto; the plan takes the number from the split."""
+def test_a_lost_rank_ends_only_its_pipeline(server: ForkServer, folder: Path, expected: dict[int, float]) -> None:
+    """With stages=auto, the plan takes the number of stages from the split."""
     four = "parallelism=pipeline parallelism.world_size=4 parallelism.split=[2,2]"
     args = f"{BASE} {four} task.fault=kill task.at=7 checkpoint.every=3updates"
     assert_success(server.run(args.replace("run=r", "run=again"), folder, {"ONCE": str(folder / "once")}))
-    assert len(plan(folder, "again")["ranks"]) == 2, "those of the other pipeline"
+    assert len(plan(folder, "again")["ranks"]) == 2, "only the ranks of the other pipeline remain"
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
-# A virtual clock for due checkpoints, which each update advances by a second.
+# A virtual clock for checkpoint intervals. Each update advances it by a second.
 CLOCK = """
 from runner.engine.checkpoints import save_policy
 class Clock:
@@ -545,9 +543,7 @@ def test_an_update_without_items_is_not_saved(server: ForkServer, folder: Path) 
 
 
 @pytest.mark.slow
-def test_initial_buffers_are_equal_on_all_ranks(
-    server: ForkServer, folder: Path, expected: dict[int, float]
-) -> None:
+def test_initial_buffers_are_equal_on_all_ranks(server: ForkServer, folder: Path, expected: dict[int, float]) -> None:
     assert_success(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
