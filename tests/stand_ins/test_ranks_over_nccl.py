@@ -40,7 +40,7 @@ from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
 from tests.stand_ins.cuda.environment import ROOT, environment
 from tests.stand_ins.failing_tests import find_failing
-from tests.stand_ins.forked import DESCRIBE, StandIn
+from tests.stand_ins.forked import DESCRIBE, StandIn, read
 
 __all__ = ["amount", "curves", "expected", "folder", "one_process", "seed", "straight", "tally"]  # fixtures
 
@@ -308,12 +308,17 @@ def test_forked_ranks_fail_in_the_same_way_over_nccl(stand_in: StandIn) -> None:
 @pytest.mark.long  # starts three interpreters that import torch, and waits 30 s until torchrun kills rank 0
 @pytest.mark.timeout(600)
 def test_errors_of_torchrun_ranks_are_recorded_over_nccl(tmp_path: Path) -> None:
-    """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error."""
+    """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error.
+
+    The lost rank has a context only on its own GPU.
+    """
+    counted = tmp_path / "counted"
+    counted.mkdir()
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
     args = f"train --task {FAILING} task.rank=1 updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
     ended = subprocess.run(
         [sys.executable, "-m", *start, *args.split(), "parallelism=ddp", "monitor=off"],
-        cwd=tmp_path, env={**environment(MACHINES["a100x2"]), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, env={**environment(MACHINES["a100x2"], counted), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     error = read_error(tmp_path / "outputs/r")
@@ -322,6 +327,7 @@ def test_errors_of_torchrun_ranks_are_recorded_over_nccl(tmp_path: Path) -> None
     assert "planted" in error.cause
     process = read_record(tmp_path / "outputs/r").process
     assert (process.state, process.exit_code) == ("failed", Exit.SOFTWARE)
+    assert [each["contexts"] for each in read(counted)] == [[1]]
 
 
 def test_waits_after_a_failure_take_less_than_12_s() -> None:
