@@ -125,6 +125,7 @@ test_a_killed_launcher = copy_of(whole_runs.test_no_process_remains_after_the_la
 test_out_of_memory = copy_of(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
 test_a_fresh_run = copy_of(whole_runs.test_a_fresh_run_resumes_after_losing_a_rank, LONG)
 test_fewer_stages = copy_of(whole_runs.test_a_pipeline_with_an_explicit_split_loses_a_stage, LONG)
+test_a_lost_pipeline = copy_of(whole_runs.test_a_lost_rank_ends_only_its_pipeline, LONG)
 test_bad_samples = copy_of(whole_runs.test_a_rank_may_have_only_bad_samples, LONG)
 test_a_killed_run = copy_of(whole_runs.test_a_resumed_run_of_two_ranks_is_bitwise_equal, LONG)
 test_an_exact_sum = copy_of(own_tables.test_an_exact_custom_all_reduce_equals_ddp, SLOW)
