@@ -29,7 +29,7 @@ from runner.base.rank_env import remove_default_threads
 from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
-from runner.commands import COMMANDS, RESUMABLE, TRAINING
+from runner.commands import COMMANDS, FOREIGN_NAMES, RESUMABLE, TRAINING
 from runner.host.address_space import prepare_for_limit
 from runner.host.gc_pause import paused_collection
 from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
@@ -186,8 +186,8 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
     if arg.startswith("-") or "=" in arg:
         fix = "put a command first, such as accel-run train"
-    elif arg in ("sweep", "multirun"):
-        fix = "use accel-run train -m for every combination of values, or accel-run search to find the best one"
+    elif foreign := FOREIGN_NAMES.get(arg.lower()):
+        fix = foreign
     elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.7):
         fix = f"did you mean accel-run {close[0]}?"
     else:

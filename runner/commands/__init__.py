@@ -27,6 +27,31 @@ COMMANDS = {
     "complete": ("complete", ""),
 }
 
+# Names of other tools' commands -> what to use instead
+FOREIGN_NAMES = {
+    **dict.fromkeys(("fit", "run", "start", "launch"), "use accel-run train"),
+    **dict.fromkeys(("validate", "validation", "val", "eval"), "use accel-run evaluate"),
+    "test": "use accel-run evaluate split=test",
+    **dict.fromkeys(("predict", "generate", "sample"), "use accel-run inference"),
+    **dict.fromkeys(
+        ("sweep", "multirun"),
+        "use accel-run train -m for every combination of values, or accel-run search to find the best one",
+    ),
+    **dict.fromkeys(("optimize", "hpo"), "use accel-run search"),
+    **dict.fromkeys(("continue", "restart"), "use accel-run resume"),
+    **dict.fromkeys(("compare", "diff"), "use accel-run report RUN OTHER_RUN"),
+    **dict.fromkeys(("list", "ls", "ps"), "use accel-run runs"),
+    **dict.fromkeys(("show", "info", "inspect"), "use accel-run status"),
+    **dict.fromkeys(("log", "logs", "tail"), "use accel-run status, or read console.log in the folder of the run"),
+    **dict.fromkeys(("config", "print_config", "settings"), "use accel-run plan, which shows every setting"),
+    **dict.fromkeys(("env", "check", "diagnose"), "use accel-run doctor"),
+    **dict.fromkeys(("init", "create"), "use accel-run new"),
+    **dict.fromkeys(("top", "gpustat", "nvidia-smi"), "use accel-run monitor"),
+    **dict.fromkeys(("delete", "remove", "rm", "clean"), "delete the folder of the run, such as outputs/NAME"),
+    **dict.fromkeys(("stop", "kill", "cancel"), "press Ctrl-C or send SIGTERM to the process: the run is saved"),
+    "version": "use accel-run --version",
+}
+
 # Commands that compute. They never block on output: if a pipe or terminal is not read and its buffer is full,
 # output is dropped.
 # All other commands wait for the reader, as `accel-run runs | less` expects.

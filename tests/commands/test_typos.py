@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
-from runner.commands import COMMANDS
+from runner.commands import COMMANDS, FOREIGN_NAMES
 from runner.config.options import list_options
 from runner.tools.measure.technique import SHIPPED_ORDER, find_techniques
 
@@ -473,8 +473,13 @@ def test_invalid_arguments_print_the_expected_message(
 
 
 def test_foreign_command_names_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "-m", "seed=0,1"]) == 78
-    assert "accel-run train -m" in capsys.readouterr().err
+    for name in FOREIGN_NAMES:
+        assert main([name, "-m", "seed=0,1"]) == 78
+        message = capsys.readouterr().err
+        suggested = set(re.findall(r"accel-run ([\w-]+)", message))
+        assert suggested <= {*COMMANDS, "--version"}, name
+        assert "commands:" not in message, name
+        assert name not in COMMANDS
     assert main(["clean"]) == 78
     assert "accel-run plan?" not in capsys.readouterr().err, "a name that only shares letters must not be suggested"
 
