@@ -58,7 +58,7 @@ class Phase(PhaseView):
         self.began = time.perf_counter()
         self.progress_mark.begin(self.name)
         parts.task.begin_phase(self.name)
-        fetcher = parts.splits.fetcher("train")
+        fetcher = self.fetcher = parts.splits.fetcher("train")
         fetcher.may_be_empty = not parts.parallel.is_lockstep
         self.order = make_order(parts, planned, fetcher, start)
         batch, num_samples = self.planned.batch, self.order.num_samples

@@ -22,7 +22,8 @@ from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.parts.assemble import begin_earlier_phases
 from runner.engine.parts.frozen_base import load_weights
-from runner.engine.parts.phase_kinds import check_parameters, find_fit
+from runner.engine.parts.phase_kinds import check_parameters, count_updates, find_fit
+from runner.engine.parts.train_order import make_order
 from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.sources.training_identity import changed_files, fingerprint_code
@@ -68,6 +69,8 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
         start = None
         try:
             with phase:
+                if planned is phases[0]:
+                    _check_options(run, _with_known_length(phase, phases[1:]))
                 stopped_by = phase.run_updates()
                 run.tally.state_bytes = phase.work.state_bytes()  # before the phase frees its state
         except BaseException as error:  # here, because torch may report a dead data worker at any point
@@ -146,6 +149,24 @@ def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
         if not objectives:
             names = select_parameters(run.parts.bare, phase.trains, with_frozen=defines_begin_phase)
             _check_training(run, f"phase.{phase.name}", phase, names, phase.updates)
+
+
+def _with_known_length(first: Phase, later: Iterable[PhasePlan]) -> list[PhasePlan]:
+    """Return the later phases whose length is given in epochs, with their length in updates.
+
+    Phases are omitted if their number of updates may change until they start: if the task defines `begin_phase`, which
+    may change the data, or if the sampler depends on values of the task, and no phase has read them yet.
+    """
+    parts = first.parts
+    reads_task = first.planned.kind != "train" and not parts.plan.choices["sampler"].uses("shuffle", "sequential")
+    if reads_task or _defines_begin_phase(first.run):
+        return []
+    known = []
+    for phase in later:
+        if phase.kind == "train" and phase.updates is None:
+            order = make_order(parts, phase, first.fetcher)
+            known.append(replace(phase, updates=count_updates(phase.epochs or 1, order.updates_per_epoch)))
+    return known
 
 
 def _defines_begin_phase(run: TrainingRun) -> bool:

@@ -85,6 +85,7 @@ def test_skipping_every_update_is_an_error(server: ForkServer, tmp_path: Path) -
     "wrong",
     [
         ["scheduler.warmup=21"],
+        ["scheduler.warmup=9", "phase.two.epochs=1"],  # 8 updates
         ["optimizer.lr_scales={head:2}"],
         ["optimizer=muon", *SHARDED],
         ["optimizer.kernel=fused", "phase.two.optimizer=sgd", *SHARDED],
@@ -126,6 +127,58 @@ def test_invalid_later_phases_are_reported_first(
     result = server.run(["train", "--task", "task.py", "run=mine", "device=cpu", "monitor=off"], tmp_path)
     assert result.code == code, result.err
     assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
+
+
+LATER_DATA = """
+from torch.utils.data import ConcatDataset
+
+from runner import Fit
+
+
+class Longer(TwoPhases):
+    def begin_phase(self, phase):
+        self.repeats = 2 if phase == "two" else 1
+
+    def dataset(self, split):
+        return ConcatDataset([super().dataset(split)] * self.repeats)
+
+
+class Weighted(TwoPhases, Fit):
+    weights = None
+
+    @property
+    def fits(self):
+        return {"one": self}
+
+    def start(self):
+        return {"count": torch.zeros(())}
+
+    def add(self, model, state, batch):
+        return {"count": state["count"] + len(batch[1])}, len(batch[1])
+
+    def finish(self, model, state):
+        self.weights = [1.0] * int(state["count"])
+        return {}
+
+    def sample_weights(self, dataset):
+        return self.weights
+
+
+def build(*, kind: str = "Longer") -> Task:
+    return globals()[kind](True, "loss", 8)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["task.kind=Weighted", "sampler=weighted", "sampler.num_samples=128"]])
+def test_data_of_a_later_phase_that_depends_on_an_earlier_one_may_have_any_length(
+    words: list[str], server: ForkServer, tmp_path: Path
+) -> None:
+    text = TASK.read_text().replace('"two": {}', '"two": {"epochs": 1, "scheduler.warmup": 16}')
+    text = text.replace('"one": {}', '"one": {"kind": "fit"}') if words else text
+    (tmp_path / "task.py").write_text(text + LATER_DATA)
+    result = server.run(["train", "--task", "task.py", "device=cpu", "monitor=off", "run=mine", *words], tmp_path)
+    assert result.code == 0, result.err
+    assert rows(tmp_path)[-1]["update"] == 16
 
 
 CHANGED = """
