@@ -9,6 +9,8 @@ from runner.base.text import format_duration, format_gib, format_metric, format_
 from runner.console import bottleneck
 from runner.workload.division import Batch
 
+MAX_METRICS = 20
+
 
 @dataclass(frozen=True)
 class OptionLine:
@@ -106,24 +108,28 @@ class LearnedMetrics:
     metrics        metrics of the last evaluation
     baselines      metric -> value of a trivial model; metric_SUFFIX -> value of another one
     baseline_name  name of the trivial model
+    first          metrics to show first if there are too many to show all
     """
 
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
     baseline_name: str = "trivial model"
+    first: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield each metric with its baselines, then baselines without a metric."""
         owners = {name: self._metric_of(name) for name in self.baselines}
-        for metric, value in self.metrics.items():
+        shown, notes = select_metrics(self.metrics, (*self.first, *filter(None, owners.values())))
+        for metric in shown:
             models = [
                 f"{name.removeprefix(metric)[1:].replace('_', ' ') or self.baseline_name} {self.baselines[name]:.4g}"
                 for name, owner in owners.items()
                 if owner == metric
             ]
             baselines = f" (baseline: {', '.join(models)})" if models else ""
-            yield f"{metric} {format_metric(value)}{baselines}"
+            yield f"{metric} {format_metric(self.metrics[metric])}{baselines}"
+        yield from notes
         yield from (f"{name}: baseline {self.baselines[name]:.4g}" for name, owner in owners.items() if owner is None)
 
     def _metric_of(self, baseline: str) -> str | None:
@@ -155,6 +161,19 @@ class EndOfRun:
     notes: tuple[str, ...] = ()
     next_commands: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
+
+
+def select_metrics(metrics: Iterable[str], first: Iterable[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the names of the metrics to print, at most `MAX_METRICS`, and a note if there are others.
+
+    first  metrics to print first if there are others
+    """
+    names = list(metrics)
+    if len(names) <= MAX_METRICS:
+        return names, []
+    available = dict.fromkeys(names)
+    ordered = list(dict.fromkeys((*(name for name in first if name in available), *names)))
+    return ordered[:MAX_METRICS], [f"and {len(names) - MAX_METRICS:,} more in metrics.jsonl"]
 
 
 def format_start(start: StartOfRun) -> str:

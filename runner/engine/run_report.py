@@ -21,6 +21,7 @@ from runner.console.run_summary import (
     TimeSpent,
     format_end,
     format_start,
+    select_metrics,
 )
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.durable.checkpoint_choice import BEST, LAST, label_checkpoints
@@ -119,7 +120,11 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
                 run.tally.load.describe(),
             ),
             learned=LearnedMetrics(
-                run.tally.last_row.get("train/loss"), outcome.metrics, run.baselines, task.baseline_name
+                run.tally.last_row.get("train/loss"),
+                outcome.metrics,
+                run.baselines,
+                task.baseline_name,
+                _deciding_metrics(plan, list(run.progress.records)[-1]),
             ),
             items_per_s=evidence.items_per_s,
             item=task.item,
@@ -127,7 +132,10 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
             next_commands=tuple(_next_commands(screen, plan, outcome, task, runs_inference=runs_inference)),
-            phases=tuple(_phase_line(name, record) for name, record in run.progress.records.items())
+            phases=tuple(
+                _phase_line(name, record, _deciding_metrics(plan, name))
+                for name, record in run.progress.records.items()
+            )
             if len(run.progress.records) > 1
             else (),
         ),
@@ -166,14 +174,19 @@ def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task, *, 
     return [f"accel-run {command} {run}" for command in [*commands, "report"]]
 
 
-def _phase_line(name: str, record: PhaseRecord) -> str:
+def _deciding_metrics(plan: Plan, phase: str) -> tuple[str, ...]:
+    planned = plan.phase(phase)
+    return planned.deciding_metrics if planned else ()  # the task may no longer have a phase that ran earlier
+
+
+def _phase_line(name: str, record: PhaseRecord, first: tuple[str, ...]) -> str:
     updates = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {format_gib(record.peak_device_gib)} on the GPU"
     share = bottleneck.summarize_shares(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
-    metrics = "".join(
-        f"  {metric.removeprefix('val/')} {format_metric(value)}" for metric, value in record.metrics.items()
-    )
+    shown, notes = select_metrics(record.metrics, first)
+    texts = [f"{metric.removeprefix('val/')} {format_metric(record.metrics[metric])}" for metric in shown]
+    metrics = "".join(f"  {text}" for text in [*texts, *notes])
     memory = f"peak {format_gib(record.peak_host_gib)} on the host{peak}"
     return f"{name} ({record.kind}): {updates} updates, {spent}, {memory}{metrics}"
 

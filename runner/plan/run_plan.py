@@ -47,6 +47,12 @@ class PhasePlan(PhaseSettings):
     best: BestMetric = BestMetric(None, "min")  # unknown in the plan of an earlier version
     objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def deciding_metrics(self) -> tuple[str, ...]:
+        """Return the metrics that select the best checkpoint and end the phase early."""
+        stopping = (self.early_stopping.metric,) if self.early_stopping.patience is not None else ()
+        return (*((self.best.metric,) if self.best.metric else ()), *stopping)
+
     def __str__(self) -> str:
         parts = [f"{self.name} ({self.kind})"]
         if self.kind == "train":

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from runner.console.run_summary import (
+    MAX_METRICS,
     EndOfRun,
     LearnedMetrics,
     MemoryLine,
@@ -95,6 +96,16 @@ def test_a_metric_is_shown_next_to_its_baselines(screen: Callable[..., None]) ->
     metrics = {"val/bits": 4.665, "val/bits_per_byte": 4.0}
     baselines = {"val/bits_per_byte": 3.541, "val/bits_per_byte_unigram": 4.611, "val/other": 2.0}
     screen("\n".join(LearnedMetrics(None, metrics, baselines, "bigram model").lines()))
+
+
+def test_metrics_that_decide_and_those_with_baselines_are_shown_first_if_there_are_many() -> None:
+    metrics = {f"val/m{number}": 0.5 for number in range(50)}
+    baselines = {"val/m48_unigram": 2.0}
+    *lines, note = LearnedMetrics(None, metrics, baselines, first=("val/m49", "val/unknown")).lines()
+    assert [line.split()[0] for line in lines] == ["val/m49", "val/m48", *(f"val/m{i}" for i in range(MAX_METRICS - 2))]
+    assert re.findall(r"\d+", note) == [str(50 - MAX_METRICS)]
+    few = dict(list(metrics.items())[:MAX_METRICS])
+    assert [line.split()[0] for line in LearnedMetrics(None, few, first=("val/m9",)).lines()] == [*few]
 
 
 def test_the_update_count_of_a_run_includes_all_phases() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from runner.base.order import Indices, spread_evenly
 from runner.base.task import Task
+from runner.base.text import abbreviate
 from runner.config.schema import did_you_mean
+from runner.console.run_summary import MAX_METRICS
 from runner.engine.checkpoints.save_policy import parse_every
 from runner.engine.checks.metric_names import find_metric_names
 from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
@@ -160,10 +162,12 @@ class Evaluation(Hook):
         run.tally.num_evaluations += 1
         phase.write_row(result.metrics)
         phase.record.metrics |= result.metrics
-        run.observers.screen.show_metrics(update, result.metrics, result.empty)
+        # Baselines do not affect the order, because computing them here could change random numbers of the training.
+        run.observers.screen.show_metrics(update, result.metrics, result.empty, phase.planned.deciding_metrics)
         non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]
         if non_finite:
-            run.observers.screen.warn(f"metrics are not finite at update {update}: {', '.join(non_finite)}")
+            names = abbreviate(non_finite, MAX_METRICS)
+            run.observers.screen.warn(f"metrics are not finite at update {update}: {names}")
         self._warn_unknown(result)
         phase.work.observe(result.measured())
         for hook in phase.hooks:
@@ -197,6 +201,6 @@ def warn_unknown_metric(
     phase: PhaseView, key: str, name: str, metrics: Iterable[str], of: str = "the evaluation"
 ) -> None:
     """Warn if a setting names a metric that an evaluation does not have."""
-    text = f"{key}={name}: {of} has no such metric; it has {', '.join(metrics)}"
+    text = f"{key}={name}: {of} has no such metric; it has {abbreviate([*metrics], MAX_METRICS)}"
     suggestion = did_you_mean(name, metrics)
     phase.run.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)

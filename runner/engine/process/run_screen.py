@@ -15,6 +15,7 @@ from runner.axes.attention import Attention
 from runner.base.order import Order
 from runner.base.text import format_metric
 from runner.console.progress_display import ProgressDisplay, make_progress
+from runner.console.run_summary import select_metrics
 from runner.durable.directory import RunDirectory
 from runner.loading.stream_order import ENDLESS
 from runner.monitor.alerts import Alert
@@ -117,12 +118,19 @@ class Screen:
         """Draw the progress with these values."""
         self.progress.update(update, {key: value for key, value in values.items() if not math.isnan(value)}, monitor)
 
-    def show_metrics(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
-        """Print the metrics of an evaluation; `empty` names those that had no items."""
-        texts = (
-            f"{name} {format_metric(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items()
-        )
-        self.info(f"update {update}: {', '.join(texts)}")
+    def show_metrics(
+        self, update: int, metrics: Mapping[str, float], empty: Collection[str] = (), first: Iterable[str] = ()
+    ) -> None:
+        """Print the metrics of an evaluation, unless it has none.
+
+        empty  names of the metrics that had no items
+        first  metrics to print first if there are too many to print all
+        """
+        shown, notes = select_metrics(metrics, first)
+        values = {name: format_metric(metrics[name]) if name in empty else f"{metrics[name]:.4g}" for name in shown}
+        if values:
+            texts = [*(f"{name} {value}" for name, value in values.items()), *notes]
+            self.info(f"update {update}: {', '.join(texts)}")
 
     def end(self) -> None:
         """End the progress display and release the terminal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 
 from runner.cli import main
 from runner.config.request import Request
+from runner.console.run_summary import MAX_METRICS
 from runner.durable.checkpoint import load, load_newest, newest_first
 from runner.durable.checkpoint_choice import choose_checkpoint, find_best_checkpoints, read_ranking
 from runner.durable.directory import RunDirectory
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_phase
+from tests.commands_here import run_here
 
 TASK = Path(__file__).parents[1] / "task_of_metrics.py"
 COMMON = ("global_batch_size=8", "device=cpu", "monitor=off", "tracker=none", "updates=2", "run=small")
@@ -275,3 +278,25 @@ def test_a_fit_phase_ignores_the_early_stopping_metric_of_another_phase(
     }
     assert (rankings["train"].metric, rankings["fit"].metric) == ("val/accuracy", "val/loss")
     assert "val/norm" not in capsys.readouterr().err
+
+
+MANY = """
+class Many(Measured):
+    late = 0
+
+    def evaluate(self, model, batch):
+        accuracy = super().evaluate(model, batch)["accuracy"]
+        return {f"m{number}": accuracy for number in range(99)} | {"accuracy": accuracy}
+
+
+def build():
+    return Many(False, True)
+"""
+
+
+def test_the_metric_of_the_best_checkpoint_is_shown_if_there_are_too_many_to_show_all(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(TASK.read_text() + MANY)
+    result = run_here(["train", "--task", "many.py", *COMMON, "checkpoint.best=val/accuracy"], tmp_path)
+    assert result.code == 0, result.err
+    assert re.findall(r"^(?:update \d+: |validation +)(\S+)", result.out, re.MULTILINE) == ["val/accuracy"] * 3
+    assert result.out.count("val/m") == 3 * (MAX_METRICS - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner.base.order import Order
+from runner.console.run_summary import MAX_METRICS
 from runner.durable.directory import RunDirectory
 from runner.engine.process.run_screen import SLOW_START_S, Screen, warnings_on
 from runner.monitor.alerts import Alert
@@ -128,6 +130,18 @@ def test_python_warnings_are_printed_without_their_location(
     output = capsys.readouterr()
     assert "of-a-library" in output.out + output.err
     assert "test_run_screen" not in output.out + output.err
+
+
+def test_many_metrics_are_abbreviated_and_no_metrics_are_not_shown(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {f"val/m{number}": float(number) for number in range(3000)}
+    with Screen(run) as screen:
+        screen.show_metrics(2, {})
+        assert not capsys.readouterr().out
+        screen.show_metrics(4, metrics, first=("val/m2999", "val/unknown"))
+    shown = re.findall(r"val/m(\d+)", capsys.readouterr().out)
+    assert shown == ["2999", *map(str, range(MAX_METRICS - 1))]
 
 
 def test_bad_samples_cause_one_message_and_are_all_recorded(
