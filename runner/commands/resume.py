@@ -31,7 +31,7 @@ original command with the same run=NAME. A finished run is not changed. To predi
   key=value                    settings that may change: micro_batch_size, dataloader, parallelism, device, checkpoint
   updates=N resume_allow=[updates]
                                settings that may change if resume_allow lists them: updates, optimizer.*, scheduler,
-                               precision, ...
+                               precision, ...; to change them again later, repeat resume_allow
   --task FILE                  the task file, if the run folder was copied from elsewhere: a run folder alone never
                                decides which code runs
 
@@ -87,6 +87,7 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
         replace(request, overrides=(*overrides, *run_overrides)),
         without={
             "run",
+            "resume_allow",  # holds only for the command that contains it
             *(["resume"] if "resume=fresh" in origin.overrides else []),
             # A new length replaces the old one, even if one is given in updates and the other in epochs.
             *(["updates", "epochs"] if has_new_length else []),

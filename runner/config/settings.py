@@ -102,7 +102,7 @@ class Settings:
                        folder
     output_root        folder that holds the runs
     resume             auto: resume the run named by `run`; fresh: start from scratch; or a run folder to start from
-    resume_allow       keys whose values may differ from those of the checkpoint, e.g. [optimizer.lr]
+    resume_allow       keys whose values may differ from those of the checkpoint in this command, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
     on_oom             retry: after an out-of-memory error, repeat the update with smaller micro-batches and keep that
                        size; stop: end the run

@@ -108,6 +108,29 @@ def test_changes_of_results_need_resume_allow(copied_run: Path) -> None:
     assert load(checkpoint_path(copied_run / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
+def test_resume_allow_holds_for_one_command(copied_run: Path) -> None:
+    longer = run_here("resume updates=62 resume_allow=[updates]", copied_run, ON)
+    assert longer.code == 0, longer.err
+    words = [word for word in STOPPED if word != "updates=60"]
+    for command in (["resume"], ["train", *words]):
+        refused = run_here([*command, "updates=64"], copied_run, ON)
+        assert refused.code == 88, command
+        assert "resume_allow=[updates]" in refused.err
+        assert run_here(["resume"], copied_run, ON).code == 0, "the permitted value is kept"
+
+
+def test_a_permitted_change_survives_a_failure_before_a_checkpoint(copied_run: Path) -> None:
+    failed = run_here("resume optimizer.lr=0.02 resume_allow=[optimizer]", copied_run)
+    assert failed.code == 70, failed.err
+    other = run_here("resume optimizer.lr=0.03", copied_run, ON)
+    assert other.code == 88
+    assert "resume_allow=[optimizer.lr]" in other.err
+    result = run_here("resume", copied_run, ON)
+    assert result.code == 0, result.err
+    state = load(checkpoint_path(copied_run / "outputs" / "mine" / "checkpoints", 60)).state
+    assert state["values"]["optimizer.lr"] == 0.02
+
+
 def test_a_run_resumes_with_a_scheduler_of_different_state(copied_run: Path) -> None:
     words = "evaluate.every=10 scheduler.metric=val/loss resume_allow=[scheduler]"
     result = run_here(f"resume scheduler=plateau {words}", copied_run, ON)

@@ -14,8 +14,8 @@ from runner.config.request import format_value
 from runner.config.schema import read_functions
 from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, newest_name, recover, set_aside
 from runner.durable.directory import RunDirectory
-from runner.durable.files import AppendLog, file_size, read_rows
-from runner.durable.record_files import read_record
+from runner.durable.files import AppendLog, file_size, read, read_rows
+from runner.durable.record_files import PLAN, read_record
 from runner.durable.rewind import copy_metrics
 from runner.durable.run_identity import manifest_uid
 from runner.durable.weight_source import find_start
@@ -63,11 +63,16 @@ class Difference:
 
 
 def compare(
-    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str], trained: int = 0
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    allowed: Iterable[str],
+    trained: int = 0,
+    last: Mapping[str, Any] | None = None,
 ) -> list[Difference]:
     """Return the allowed differences. Raises IncompatibleResume listing all others.
 
     trained  number of updates of the phase in the checkpoint
+    last     settings of the last process of the run, whose differences the user has already allowed; None: unknown
     """
     if "task" in before and before["task"] != now.get("task"):  # all other differences follow from this one
         what = f"this run was trained with task {before['task']}, but the task is now {now.get('task')}"
@@ -78,8 +83,13 @@ def compare(
         for key in dict.fromkeys((*now, *before))
         if before.get(key) != now.get(key)
     }
-    is_named = {key: _is_under(key, allowed) or _is_under(_strip_phase(key), allowed) for key in classes}
-    refused = [key for key, kind in classes.items() if kind == "fixed" or (kind == "by name" and not is_named[key])]
+    is_allowed = {
+        key: _is_under(key, allowed)
+        or _is_under(_strip_phase(key), allowed)
+        or (last is not None and last.get(key) == now.get(key))
+        for key in classes
+    }
+    refused = [key for key, kind in classes.items() if kind == "fixed" or (kind == "by name" and not is_allowed[key])]
     # If an option itself is refused, its keys are not listed: they are restored or allowed together with it.
     refused = [key for key in refused if not _is_under(key.rpartition(".")[0], refused)]
     too_short = [key for key in refused if _strip_phase(key) == "updates" and (now.get(key) or trained) < trained]
@@ -225,7 +235,7 @@ def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | Non
             return None
         if file_size(directory.metrics) < int(start.manifest["metrics_bytes"]):
             return None
-        if any(_classify(found.key) != "mechanics" for found in _differences(plan, check_state(start))):
+        if any(_classify(found.key) != "mechanics" for found in _differences(plan, check_state(start), directory)):
             return None
     except AccelRunError:
         return None
@@ -240,14 +250,18 @@ def _add_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**ADDED_KEYS, **of_options, **values}
 
 
-def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
-    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ."""
-    for difference in _differences(plan, start):
+def check_resume(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory, report: Callable[[str], None]) -> None:
+    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
+
+    A setting that `resume_allow` has permitted keeps its value if the run is resumed again before it has saved a
+    checkpoint, without permission to change it further. Call this before plan.json is replaced.
+    """
+    for difference in _differences(plan, start, directory):
         if difference.key not in _UNREPORTED:
             report(f"differs from the checkpoint: {difference}")
 
 
-def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
+def _differences(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> list[Difference]:
     """Return the allowed differences from the checkpoint. Raises IncompatibleResume for others.
 
     Settings of phases other than the resumed one are ignored, because those phases are finished or have not started.
@@ -258,7 +272,16 @@ def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
         {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
         for values in (_add_keys(start.state["values"]), json.loads(json.dumps(plan.values())))
     )
-    return compare(before, now, plan.settings.resume_allow, start.state["phase_update"])
+    return compare(before, now, plan.settings.resume_allow, start.state["phase_update"], _last_values(directory))
+
+
+def _last_values(directory: RunDirectory) -> dict[str, Any] | None:
+    """Return the settings with which the last process of the run has started; None if they are unknown."""
+    try:
+        values = Plan.from_json(read(directory.path / PLAN, at_most=_MAX_PLAN_BYTES).decode()).values()
+    except (AccelRunError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
+        return None
+    return _add_keys(json.loads(json.dumps(values)))
 
 
 def find_resume_point(
@@ -283,7 +306,7 @@ def find_resume_point(
     if start is None and requested != "auto":
         start = check_state(_load_requested(requested, plan, directory))
         screen.info(f"starts from {start.path}")
-        check_resume(plan, start, screen.info)
+        check_resume(plan, start, directory, screen.info)
         phases_to_run(plan, start, directory)
         metrics.cut(0)
         return start
@@ -294,7 +317,7 @@ def find_resume_point(
     if requested != "auto":
         screen.info(f"resume={requested} has no effect: this run already has checkpoints")
     try:
-        check_resume(plan, check_state(start), screen.info)
+        check_resume(plan, check_state(start), directory, screen.info)
     except IncompatibleResume as error:
         *others, last = error.problems
         hint = f"to resume the run with its settings: accel-run resume {directory.argument(plan.settings.output_root)}"
@@ -333,5 +356,6 @@ def count_repeated(metrics: Path, phase: str, update: int) -> int:
     return max((each - update for each in updates if isinstance(each, int)), default=0)
 
 
+_MAX_PLAN_BYTES = 16 << 20  # a larger file is damaged: plan.json has tens of KB
 _UNREPORTED = ("run", "resume", "resume_allow", "output_root", "device")
 _ANOTHER_RUN = "run"  # in resume_allow: accept a checkpoint of another run

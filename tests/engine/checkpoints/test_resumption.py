@@ -110,6 +110,16 @@ def test_changes_that_affect_results_must_be_allowed_by_name(key: str, is_remove
         assert [difference.key for difference in compare(BEFORE, now, [allowed])] == [key]
 
 
+@pytest.mark.parametrize("now", [{"optimizer.lr": 9}, {"optimizer.lr": None, "epochs": 2.0}])
+def test_differences_of_the_last_process_need_no_second_permission(now: dict[str, Any]) -> None:
+    last = {**BEFORE, **now}
+    assert {difference.key for difference in compare(BEFORE, last, (), last=last)} == set(now)
+    with pytest.raises(IncompatibleResume):
+        compare(BEFORE, {**last, "optimizer.lr": 10}, (), last=last)
+    with pytest.raises(IncompatibleResume):
+        compare(BEFORE, {**last, "seed": 3}, (), last={**last, "seed": 3})
+
+
 @pytest.mark.parametrize(("before", "now"), [("mine", "ddp"), ("ddp", "mine"), ("mine", "other"), ("mine", "single")])
 def test_changing_from_or_to_a_custom_strategy_must_be_allowed_by_name(before: str, now: str) -> None:
     """Changes between built-in strategies are allowed, because they compute the same results."""

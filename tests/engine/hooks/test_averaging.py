@@ -19,6 +19,7 @@ from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable import checkpoint
+from runner.durable.directory import RunDirectory
 from runner.engine.checkpoints.resumption import ADDED_KEYS, check_resume
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
@@ -246,7 +247,7 @@ def test_a_run_resumes_from_an_older_checkpoint_without_newer_keys(option: str, 
     values = {key: value for key, value in plan.values().items() if key not in absent}
     start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
     messages: list[str] = []
-    check_resume(plan, start, messages.append)
+    check_resume(plan, start, RunDirectory.join(tmp_path), messages.append)
     assert not messages
 
 
