@@ -21,6 +21,7 @@ from runner.distributed.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
+from runner.engine.checkpoints.resumption import check_trained_names
 from runner.engine.contract.contract_checks import call_begin_update
 from runner.engine.contract.error_diagnosis import explain
 from runner.engine.feed import Feed
@@ -108,6 +109,7 @@ class Phase(PhaseView):
         """Restore the state of a checkpoint. If the checkpoint has all requested updates or more, the phase is over."""
         parts, state = self.parts, start.state
         load_weights(parts, start)
+        check_trained_names(start, self.work.trained_names)
         self.work.load(start)
         parts.precision.load(state["precision"])
         self.position.update = int(state["phase_update"])

@@ -220,6 +220,20 @@ def test_options_can_name_parameters_added_by_begin_phase(
     assert result.code == 0, result.err
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_checkpoint_with_other_trained_parameters_is_refused(
+    is_frozen: bool, server: ForkServer, tmp_path: Path
+) -> None:
+    base = ["train", "--task", "task.py", "run=mine", "device=cpu", "monitor=off", "phases=[one]"]
+    base += ["optimizer=sgd", "optimizer.momentum=0"]  # no optimizer state, which would not fit either
+    for is_now_frozen, length, code in ((is_frozen, 2, 0), (not is_frozen, 4, 88), (is_frozen, 4, 0)):
+        flag = f"self.model[0].requires_grad_({not is_now_frozen})"
+        (tmp_path / "task.py").write_text(TASK.read_text() + LASTING.format("one", flag))
+        result = server.run([*base, f"updates={length}", "resume_allow=[updates]"], tmp_path)
+        assert result.code == code, result.err
+        assert ("0.bias, 0.weight" in result.err and "begin_phase" in result.err) == (code != 0)
+
+
 LASTING = """
 class Lasting(TwoPhases):
     def __init__(self):
@@ -228,7 +242,7 @@ class Lasting(TwoPhases):
 
     def begin_phase(self, phase):
         super().begin_phase(phase)
-        if phase == "two":
+        if phase == "{}":
             {}
 
 
@@ -240,7 +254,7 @@ def build():
 @pytest.mark.parametrize("change", ["self.model[0].requires_grad_(True)", "self.model.append(nn.Linear(2, 2))"])
 def test_changes_of_begin_phase_survive_a_resume(change: str, server: ForkServer, tmp_path: Path) -> None:
     phases = TASK.read_text().replace('"two": {}', '"two": {}, "three": {}')
-    (tmp_path / "task.py").write_text(phases + LASTING.format(change))
+    (tmp_path / "task.py").write_text(phases + LASTING.format("two", change))
     base = ["--task", "task.py", "device=cpu", "monitor=off", "updates=2", "optimizer=sgd", "optimizer.momentum=0"]
     assert server.run(["train", *base, "run=straight"], tmp_path).code == 0
     for phase in ("one", "two"):

@@ -177,6 +177,7 @@ _DATA = {"samples": _is_count, "hashes": _mapping_of(_is_text)}
 _CHANGE = {"phase": _is_text, "update": _is_update, "files": _list_of(_is_text), "samples": _list_of(_is_text)}
 _OPTIONAL: Mapping[str, Predicate] = {
     "ended": _is_flag,
+    "trained": _list_of(_is_text),
     "data": _mapping_of(_has_fields(_DATA)),
     "code": _mapping_of(_is_text),
     "changes": _list_of(_has_fields(_CHANGE)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, Problem
 from runner.base.paths import PACKAGE, shipped_path
+from runner.base.text import abbreviate
 from runner.config.request import format_value
 from runner.config.schema import read_functions
 from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, newest_name, recover, set_aside
@@ -273,6 +274,29 @@ def _differences(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -
         for values in (_add_keys(start.state["values"]), json.loads(json.dumps(plan.values())))
     )
     return compare(before, now, plan.settings.resume_allow, start.state["phase_update"], _last_values(directory))
+
+
+def check_trained_names(start: LoadedCheckpoint, names: Iterable[str]) -> None:
+    """Raise IncompatibleResume if the phase trains other parameters than the process that saved the checkpoint."""
+    saved = start.state.get("trained")
+    if saved is None:  # a checkpoint of an earlier version
+        return
+    before, now = set(saved), set(names)
+    changes = {"is not trained now": before - now, "was not trained, but is now": now - before}
+    problems = [
+        Problem(
+            f"phase {start.state['phase']}: {abbreviate(sorted(changed))} {change}",
+            str(start.path),
+            "set requires_grad in build and begin_phase as when the checkpoint was saved; to train other parameters,"
+            " start a new run from its weights with weights=RUN",
+        )
+        for change, changed in changes.items()
+        if changed
+    ]
+    if problems:
+        error = IncompatibleResume(str(problems[0]))
+        error.problems = tuple(problems)
+        raise error
 
 
 def _last_values(directory: RunDirectory) -> dict[str, Any] | None:

@@ -325,6 +325,7 @@ class Checkpointing(Hook):
             "phase_update": update,
             "epoch": update / phase.order.updates_per_epoch,
             "total": phase.total,
+            "trained": sorted(phase.work.trained_names),
             **numbers,
             **hook_states,
             **run.progress.state(),
