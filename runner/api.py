@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.errors import AccelRunError, ConfigError, Exit, InputMissing, Problem
 from runner.base.json_values import none_to_nan
 from runner.base.picture import COLORS, notebook_figure
 from runner.base.secret import sanitize
 from runner.commands.arguments import parse_arguments, parse_run_request
+from runner.config.config_files import read_config_mapping
 from runner.config.configuration import compose
 from runner.config.custom_options import forget_parsed_files
 from runner.config.option_table import executing_files
+from runner.config.options import GROUPS
 from runner.config.request import format_override, merge_overrides
 from runner.durable.checkpoint_choice import is_choice
 from runner.durable.directory import generate_run_name, has_update
@@ -46,8 +48,8 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".
         settings: settings by name; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
-            as a number, unless the type of the setting is string. `task` is a name or the path of a task file:
-            task="gpt", task="./my_task.py".
+            as a number, unless the type of the setting is string. `task` is required, unless the arguments or a
+            configuration folder select it. It is a name or the path of a task file: task="gpt", task="./my_task.py".
 
     Raises:
         AccelRunError: if the command fails; contains its message and exit code.
@@ -56,13 +58,17 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     words = {Path(word.removeprefix("--task=")).expanduser().absolute() for word in argv}
     _refuse_recursion([file for file in executing_files if file in words])
     if any(isinstance(item, Run) for item in arguments):
-        fix = "resume it with run=NAME and its settings, or start from its weights: train(weights=run)"
+        fix = "resume it with run=NAME and its settings, or start from its weights: train(task=..., weights=run)"
         raise ConfigError(Problem("train() does not accept a Run", "train", fix))
     if {"-m", "--multirun"} & set(argv):
         fix = "call train() once per combination of values"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
     forget_parsed_files()
     configuration = compose(parse_arguments(argv).request)
+    if configuration.request.task_file is None and "task" not in configuration.sources:
+        # The command has a default task for a first try. In a notebook, it would start minutes of unwanted training.
+        fix = 'pass your file, train(task="./my_task.py"), or the name of a task, train(task="gpt")'
+        raise ConfigError(Problem("train() requires a task", "task", fix))
     name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
     result = run_command(["train", *argv, *([] if configuration.settings.run else [format_override("run", name)])])
     _raise_on_failure(result.code, "train", allowed=(Exit.DONE, Exit.PREEMPTED))
@@ -139,6 +145,21 @@ class Run:
         evaluations = ({key: value for key, value in row.items() if key.startswith("val/")} for row in self.history())
         return next((values for values in reversed(list(evaluations)) if values), {})
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings as nested dictionaries, as in config.yaml: run.settings["optimizer"]["lr"].
+
+        They are those of the process that last started or resumed the run. The name of the option of a group is under
+        "option". Changing the dictionary does not change the run.
+
+        Raises:
+            InputMissing: if the run has not started.
+        """
+        file = self._directory.config
+        if not file.is_file():
+            raise InputMissing(f"run {self.name} has no config.yaml: it has not started", where=str(self.path))
+        return read_config_mapping(file, self.path)
+
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, oldest first; values that were not measured are NaN."""
         return [
@@ -212,6 +233,17 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
                 Problem(what, repr(argument)[:40], 'pass settings by name: train("task=gpt", updates=200)')
             )
     given = dict(settings)
+    problems = [
+        Problem(
+            "is the name of an option; a dictionary of its keys is not supported",
+            key,
+            sanitize(f"use {', '.join(f'{key}__{name}={item!r}' for name, item in value.items())}"),
+        )
+        for key, value in given.items()
+        if isinstance(value, Mapping) and key in GROUPS
+    ]
+    if problems:
+        raise ConfigError(problems)
     task = given.get("task")
     is_file = isinstance(task, os.PathLike) or (isinstance(task, str) and task.endswith(".py"))
     if not is_file and not isinstance(task, str | None):

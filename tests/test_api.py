@@ -109,6 +109,37 @@ def test_loading_a_model_has_no_side_effects(run: Run, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_settings_of_a_run_are_a_plain_nested_dictionary(run: Run, tmp_path: Path) -> None:
+    settings = run.settings
+    assert (settings["seed"], settings["evaluate"]["every"], settings["optimizer"]["lr"]) == (3, 2, 0.02)
+    assert settings["optimizer"]["option"] == "adamw"
+    assert json.loads(json.dumps(settings)) == settings
+    settings.clear()
+    assert run.settings["seed"] == 3
+    (tmp_path / "waiting").mkdir()
+    (tmp_path / "waiting" / "run.json").write_text('{"state": "submitted"}\n')
+    with pytest.raises(InputMissing):
+        _ = open_run("waiting", output_root=tmp_path).settings
+
+
+def test_train_requires_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for settings in ({}, {"updates": 1}):
+        with pytest.raises(ConfigError) as caught:
+            train(**settings)
+        assert [problem.where for problem in caught.value.problems] == ["task"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["optimizer", "task"])
+def test_the_keys_of_an_option_are_not_passed_as_a_dictionary(key: str, server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train("updates=1", **{key: {"lr": 0.1}})
+    assert f"{key}__lr=0.1" in caught.value.problems[0].fix
+    typed = server.run(["plan", f"{key}={{lr:0.1}}"], tmp_path)
+    assert f"{key}.lr=0.1" in typed.err
+
+
 def test_evaluate_returns_the_metrics_of_the_run(run: Run, folder: Path) -> None:
     result = evaluate("first", f"output_root={folder}", split="val", checkpoint="last")
     assert result == run.metrics

@@ -131,11 +131,8 @@ def load_file(group: str, option: str, config_dir: Path | None) -> dict[str, Any
 
 
 def _load_uncached(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
-    from runner.config.yaml_text import read_mapping  # OmegaConf is slow to import
-
     file = find_config_file(group, option, config_dir)
-    text = read_config_text(file, config_dir) if file else ""
-    return read_mapping(text, str(file)) if text else {}  # Hydra reports what cannot be read
+    return read_config_mapping(file, config_dir) if file else {}  # Hydra reports what cannot be read
 
 
 def find_config_file(group: str, option: str, config_dir: Path | None) -> Path | None:
@@ -144,6 +141,14 @@ def find_config_file(group: str, option: str, config_dir: Path | None) -> Path |
         return None
     files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped_path("conf")) if folder]
     return next((file for file in files if file.is_file()), None)
+
+
+def read_config_mapping(file: Path, config_dir: Path | None) -> dict[str, Any]:
+    """Return the mapping in a configuration file; empty if it cannot be parsed or is not a mapping."""
+    from runner.config.yaml_text import read_mapping  # OmegaConf is slow to import
+
+    text = read_config_text(file, config_dir)
+    return read_mapping(text, str(file)) if text else {}
 
 
 def read_config_text(file: Path, config_dir: Path | None) -> str:

@@ -174,6 +174,9 @@ def split_overrides(
                 problems.append(Problem("the task is given twice, here and by --task", argument, "remove one of them"))
             elif option not in available:
                 suggestion = suggest_option(key, option, available)
+                if isinstance(given := override.value(), dict):
+                    keys = " ".join(f"{key}.{name}={format_value(item)}" for name, item in given.items())
+                    suggestion = f"use {to_one_line(keys, MAX_SHOWN)}"
                 if key == "task" and (file := _task_file(option)):
                     suggestion = f"use --task {shlex.quote(to_one_line(file, MAX_SHOWN))}"
                 listed = "one of " + ", ".join(available)
