@@ -126,9 +126,9 @@ def test_an_unused_schedule_of_the_module_is_reported(uses_schedule: bool) -> No
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved(optimizer), "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halve(optimizer), "interval": "step"}}
 
-    def halved(optimizer: Any) -> Any:
+    def halve(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     task = LightningTask(with_methods(configure_optimizers=configure_optimizers))
@@ -452,7 +452,7 @@ class Overridden(LightningTask):
         return {}
 
 
-def logging(step: str) -> nn.Module:
+def build_logging_module(step: str) -> nn.Module:
     """Return a module that logs a metric of torchmetrics in `step`."""
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
@@ -467,7 +467,7 @@ def logging(step: str) -> nn.Module:
 
 
 def test_a_metric_only_updated_in_training_is_rejected() -> None:
-    task = LightningTask(logging("training_step"))
+    task = LightningTask(build_logging_module("training_step"))
     with pytest.raises(TaskFault, match="val_score"):
         task.loss(task.model, torch.ones(4, 2))
 
@@ -497,7 +497,7 @@ def test_training_metrics_log_batch_values_without_state(is_collection: bool) ->
 
 def test_a_metric_missing_from_metrics_is_rejected() -> None:
     for kind in (LightningTask, Overridden):
-        task = kind(logging("validation_step"))
+        task = kind(build_logging_module("validation_step"))
         metrics = task.metrics("val")
         if metrics:
             assert metrics.keys() <= task.evaluate(task.model, torch.ones(4, 2)).keys()
@@ -508,7 +508,7 @@ def test_a_metric_missing_from_metrics_is_rejected() -> None:
 
 def test_a_step_leaves_no_state_in_the_metrics() -> None:
     """Otherwise, lists of predictions would grow, and `compute` in a step would include earlier batches."""
-    module = logging("validation_step")
+    module = build_logging_module("validation_step")
     task = LightningTask(module)
     task.metrics("val")
     for value in (1.0, 3.0):

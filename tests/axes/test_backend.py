@@ -128,9 +128,9 @@ def test_tf32_contexts_can_be_nested() -> None:
 
 
 def test_mixed_float32_switches_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed() -> str:
+    def mix_switches() -> str:
         raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled: mix of the legacy and new APIs")
 
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mix_switches)
     with pytest.raises(TaskFault, match="must not be changed by a task"), float32_matmul("high", cudnn=True):
         pass

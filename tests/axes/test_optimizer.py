@@ -130,19 +130,19 @@ def test_all_settings_are_passed_to_the_torch_optimizer(option: str) -> None:
     specific, rule = OF_TORCH[option]
     options = {"lr": 0.02, "weight_decay": 0.4, **specific}
 
-    def trained(make: Make) -> nn.Module:
+    def train_model(make: Make) -> nn.Module:
         model = network(torch.float64)
         train(model, make(model), range(4))
         return model
 
-    theirs = trained(lambda model: rule(model.parameters(), **options))
+    theirs = train_model(lambda model: rule(model.parameters(), **options))
     tolerance = allowed(torch.float64, 4)
-    assert largest_difference(trained(factory(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
+    assert largest_difference(train_model(factory(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
     for left_out in (
         options
     ):  # leaving a setting out must change the result; otherwise, this test could not detect that it is ignored
         rest = {key: value for key, value in options.items() if key != left_out}
-        other = trained(factory(OPTIMIZERS[option], decay_1d=True, **rest))
+        other = train_model(factory(OPTIMIZERS[option], decay_1d=True, **rest))
         assert largest_difference(other, theirs) > tolerance, left_out
 
 

@@ -98,12 +98,12 @@ def test_all_tensors_of_a_batch_are_copied_and_recorded() -> None:
 def test_only_one_batch_is_read_ahead() -> None:
     read: list[int] = []
 
-    def reading() -> Iterator[MicroBatch]:
+    def read_batches() -> Iterator[MicroBatch]:
         for item in batches(5):
             read.append(int(item.batch))
             yield item
 
-    ahead = Moving(CPU, Recorded())(reading())
+    ahead = Moving(CPU, Recorded())(read_batches())
     assert read == []
     for number in range(3):
         next(ahead)
@@ -138,13 +138,13 @@ def test_the_source_is_kept_until_its_copy_is_complete() -> None:
 def test_closing_the_prefetcher_closes_its_source() -> None:
     closed = []
 
-    def reading() -> Iterator[MicroBatch]:
+    def read_batches() -> Iterator[MicroBatch]:
         try:
             yield from batches(5)
         finally:
             closed.append(True)
 
-    source = reading()
+    source = read_batches()
     ahead = Moving(CPU, Recorded())(source)
     next(ahead)
     ahead.close()  # type: ignore[attr-defined]

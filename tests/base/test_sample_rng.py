@@ -108,7 +108,7 @@ def test_generators_are_restored_when_reading_is_interrupted(num_read: int, gene
     for index in range(num_read):
         streams.read(lambda index: streams.begin("sample", 0, 0, [index]), index)
 
-    def interrupted(index: int) -> None:
+    def interrupt(index: int) -> None:
         streams.begin("sample", 0, 0, [index])
         for generator in generators:
             generator.draw()
@@ -117,7 +117,7 @@ def test_generators_are_restored_when_reading_is_interrupted(num_read: int, gene
     for generator in generators:
         generator.state = 5
     with pytest.raises(KeyboardInterrupt):
-        streams.read(interrupted, NUM_SAMPLES)
+        streams.read(interrupt, NUM_SAMPLES)
     assert [each.state for each in generators] == [5, 5, 5]
     assert not streams.is_seeding
 

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def offered(line: str) -> list[str]:
+def complete_line(line: str) -> list[str]:
     """Return the candidates for the last word of a line whose arguments contain no spaces."""
     return candidates(line.split(" ")[1:])
 
@@ -147,23 +147,23 @@ def test_training_commands_complete_only_resumable_runs(folder: Path) -> None:
     (trial.parent / "sweep.json").write_text("{}")
     both = ["second", "first"]
     for line, runs in {"resume run=g": ["grid-1"], "train run=": both, "both run=": both}.items():
-        assert offered(f"accel-run {line}") == [f"run={run}" for run in runs]
+        assert complete_line(f"accel-run {line}") == [f"run={run}" for run in runs]
     for line in ("train -m seed=1,2 run=", "search optimizer.lr=log(1e-4,1e-2) run="):
-        assert offered(f"accel-run {line}") == ["run=grid"]
+        assert complete_line(f"accel-run {line}") == ["run=grid"]
 
 
 @pytest.mark.parametrize("line", OFFERS)
 def test_completion_offers_all_candidates(line: str, folder: Path) -> None:
-    assert " ".join(offered(line)) == OFFERS[line]
+    assert " ".join(complete_line(line)) == OFFERS[line]
 
 
 def test_completion_offers_exactly_the_listed_commands() -> None:
-    assert offered("accel-run ") == [name for name, (_, summary) in COMMANDS.items() if summary]
+    assert complete_line("accel-run ") == [name for name, (_, summary) in COMMANDS.items() if summary]
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_arguments_and_keys_of_a_suite_are_completed(suite: str, folder: Path) -> None:
-    result = offered(f"accel-run benchmark suite={suite} ")
+    result = complete_line(f"accel-run benchmark suite={suite} ")
 
     own = result[: result.index("precision=")]
     args = [word for word in own if not word.endswith("=")]
@@ -177,7 +177,7 @@ def test_ladder_arguments_match_its_techniques() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_options_of_a_group_are_completed(group: str) -> None:
-    assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in list_options(group)]
+    assert complete_line(f"accel-run train {group}=") == [f"{group}={option}" for option in list_options(group)]
 
 
 def test_arguments_may_be_quoted(folder: Path) -> None:

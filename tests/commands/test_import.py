@@ -34,7 +34,7 @@ class Runs:
         return os.system, ("touch WAS_RUN",)
 
 
-def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+def add_prefix(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
@@ -42,9 +42,9 @@ torch.manual_seed(0)
 STATE = model().state_dict()
 TAKEN: dict[str, Any] = {
     "plain": STATE,
-    "wrapped": {"epoch": 3, "state_dict": prefixed("module.", STATE), "optimizer": {"lr": 0.1}},
-    "compiled": prefixed("_orig_mod.module.", STATE),
-    "lightning": {"state_dict": prefixed("model.", STATE), "hyper_parameters": {"a": 1}},
+    "wrapped": {"epoch": 3, "state_dict": add_prefix("module.", STATE), "optimizer": {"lr": 0.1}},
+    "compiled": add_prefix("_orig_mod.module.", STATE),
+    "lightning": {"state_dict": add_prefix("model.", STATE), "hyper_parameters": {"a": 1}},
     "with numbers": {**STATE, "step": 3},
 }
 
@@ -193,7 +193,7 @@ def test_both_predicts_with_trained_not_imported_weights(tmp_path: Path) -> None
 def test_differences_to_weights_of_another_model_are_listed(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({**prefixed("x.", model(4).state_dict()), **model(4).state_dict()}, tmp_path / "other.safetensors")
+    save_file({**add_prefix("x.", model(4).state_dict()), **model(4).state_dict()}, tmp_path / "other.safetensors")
     torch.save(STATE, tmp_path / "pickle.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"\x01" * 100)
     for file, code, messages in (
@@ -218,7 +218,7 @@ def test_differences_to_weights_of_another_model_are_listed(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.module.", "module.model."])
 def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path, prefix: str) -> None:
-    torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
+    torch.save({"state_dict": add_prefix(prefix, STATE)}, tmp_path / "foreign.pt")
     assert run_here("import foreign.pt", tmp_path).code == 0
     args = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
     result = run_here(args, tmp_path)
@@ -229,10 +229,10 @@ def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path, prefix: str) ->
 def test_model_names_like_wrapper_prefixes_are_kept() -> None:
     from runner.engine.parts.weights import strip_prefixes
 
-    own = prefixed("model.", STATE)
+    own = add_prefix("model.", STATE)
     assert strip_prefixes(own, own.keys()) == (own, "")
-    assert strip_prefixes(prefixed("module.", own), own.keys())[1] == "module."
-    assert strip_prefixes(prefixed("x.", own), own.keys())[1] == ""
+    assert strip_prefixes(add_prefix("module.", own), own.keys())[1] == "module."
+    assert strip_prefixes(add_prefix("x.", own), own.keys())[1] == ""
 
 
 def test_safetensors_files_are_never_read_as_pickle(tmp_path: Path) -> None:
@@ -310,14 +310,14 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
     import runner.commands.import_ as command
     from runner.host import subprocesses
 
-    def stopped(_: Any, __: Path, half: Path, ___: Any) -> None:
+    def stop_halfway(_: Any, __: Path, half: Path, ___: Any) -> None:
         assert half.parent == tmp_path
         assert half.name != "foreign.safetensors", "the import writes to the final name"
         half.write_bytes(b"half")
         os.kill(os.getpid(), 15)
 
     torch.save(STATE, tmp_path / "foreign.pt")
-    monkeypatch.setattr(subprocesses, "run_in_subprocess", stopped)
+    monkeypatch.setattr(subprocesses, "run_in_subprocess", stop_halfway)
     with pytest.raises(SystemExit):
         command.run([str(tmp_path / "foreign.pt")])
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]

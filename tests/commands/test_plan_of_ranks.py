@@ -140,13 +140,13 @@ def test_the_small_gpu_profile_recomputes_nothing_if_possible(tmp_path: Path) ->
     """The profile selects memory=budget, which must not slow down a run that fits without recomputation."""
     profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
 
-    def recomputed(args: str) -> list[str]:
+    def find_recomputed(args: str) -> list[str]:
         result = run_here(args, tmp_path)
         assert result.code == 0, result.err
         return re.findall(r"^memory\.recompute +(\[.*?\]) ", result.out, re.M)
 
     large = f"{profile} global_batch_size=2600 micro_batch_size=2600"
-    fits, does_not_fit = recomputed(profile), recomputed(large)
+    fits, does_not_fit = find_recomputed(profile), find_recomputed(large)
     assert fits == ["[]"]
     assert len(does_not_fit) == 1
     assert does_not_fit != fits

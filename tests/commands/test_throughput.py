@@ -161,7 +161,7 @@ def plant_throughput(folder: Path, figure: float) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in planted))
 
 
-def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Path:
+def write_run(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Path:
     """Write a run with these metric rows and this run.json, and return its folder."""
     run = folder / "outputs" / "one"
     run.mkdir(parents=True)
@@ -174,13 +174,13 @@ def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Pa
 def test_a_process_without_rows_shows_the_earlier_throughput(state: str, figure: float | None, tmp_path: Path) -> None:
     row = {"phase": "train", "update": 10, "perf/throughput": 123.0}
     process = {"pid": os.getpid(), "birth": process_identity(os.getpid()), "metrics_bytes": len(json.dumps(row)) + 1}
-    stored(tmp_path, [row], state=state, **process)
+    write_run(tmp_path, [row], state=state, **process)
     (found,) = json.loads(run_here("runs --json", tmp_path).out)
     assert (found["state"], found["items_per_s"]) == (state, figure)
 
 
 def test_throughput_has_the_unit_of_its_phase(tmp_path: Path) -> None:
-    run = stored(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
+    run = write_run(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
     starts = [{"kind": "phase", "phase": name, "item": item} for name, item in (("text", "token"), ("images", "image"))]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     assert "tokens/s" in run_here("status one", tmp_path).out

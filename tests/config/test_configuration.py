@@ -44,14 +44,14 @@ raise SystemExit("a task file is not run to learn its settings")
 """
 
 
-def composed(*args: str, task: Path | None = None, folder: Path | None = None) -> Configuration:
+def compose_task(*args: str, task: Path | None = None, folder: Path | None = None) -> Configuration:
     return compose(Request(args, task, folder))
 
 
-def rejected(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
+def find_problems(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
     """Compose, and return the reported problems."""
     with pytest.raises(ConfigError) as caught:
-        composed(*args, task=task, folder=folder)
+        compose_task(*args, task=task, folder=folder)
     return list(caught.value.problems)
 
 
@@ -59,7 +59,7 @@ def where(problems: Iterable[Problem]) -> list[str]:
     return [problem.where for problem in problems]
 
 
-def joined(problems: Iterable[Problem]) -> str:
+def join_problems(problems: Iterable[Problem]) -> str:
     return "\n".join(map(str, problems))
 
 
@@ -79,7 +79,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_a_plus_before_a_group_has_no_effect() -> None:
-    plain, plus = composed("hardware=t4"), composed("+hardware=t4")
+    plain, plus = compose_task("hardware=t4"), compose_task("+hardware=t4")
     assert plus.flat() == plain.flat()
     assert plus.sources == plain.sources
     assert (plus.profile, plus.hardware) == (plain.profile, plain.hardware)
@@ -99,7 +99,7 @@ def test_profiles_override_defaults_and_are_overridden(
     args: tuple[str, ...], precision: str, source: str | None
 ) -> None:
     """The command line overrides profiles."""
-    configuration = composed(*args)
+    configuration = compose_task(*args)
     assert configuration.choices["precision"].name == precision
     assert configuration.sources.get("precision") == source
     assert configuration.is_set_by_user("precision") == (source == "command line")
@@ -107,7 +107,7 @@ def test_profiles_override_defaults_and_are_overridden(
 
 def test_the_order_of_arguments_does_not_matter() -> None:
     args = ("hardware=t4", "precision=bf16", "precision.keep_fp32=[head]")
-    answers = [composed(*order) for order in permutations(args)]
+    answers = [compose_task(*order) for order in permutations(args)]
     flat = answers[0].flat()
     assert {key: flat[key] for key in ("precision", "precision.keep_fp32", "attention")} == {
         "precision": "bf16",
@@ -119,7 +119,7 @@ def test_the_order_of_arguments_does_not_matter() -> None:
 
 def test_task_settings_override_only_defaults(task: Path) -> None:
     """The command line overrides task settings."""
-    of_task, typed = composed(task=task), composed("optimizer.lr=0.1", "updates=7", "task.hidden=9", task=task)
+    of_task, typed = compose_task(task=task), compose_task("optimizer.lr=0.1", "updates=7", "task.hidden=9", task=task)
     keys = ("updates", "optimizer.lr", "scheduler.warmup", "evaluate.samples", "task.hidden")
     assert [of_task.flat()[key] for key in keys] == [40, 0.02, 5, 8, 4]
     assert [of_task.sources.get(key) for key in keys] == ["task mine.py"] * 4 + [None]
@@ -130,13 +130,13 @@ def test_task_settings_override_only_defaults(task: Path) -> None:
 
 
 def test_a_task_file_defines_task_and_inference_keys(task: Path) -> None:
-    configuration = composed("task.kind=flat", "inference.samples=9", task=task)
+    configuration = compose_task("task.kind=flat", "inference.samples=9", task=task)
     assert configuration.choices["task"].name == "mine"
     assert configuration.choices["task"].options == {"hidden": 4, "kind": "flat"}
     assert configuration.inference == {"samples": 9, "seed": 0}
-    (problem,) = rejected("task.kind=flatt", task=task)
+    (problem,) = find_problems("task.kind=flatt", task=task)
     assert (problem.where, problem.fix) == ("task.kind=flatt", did_you_mean("flatt", ["flat"]))
-    assert where(rejected("task=gpt", task=task)) == ["task=gpt"]
+    assert where(find_problems("task=gpt", task=task)) == ["task=gpt"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_epochs_override_updates_of_lower_precedence(
     args: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
-    result = composed(*args, task=tmp_path / "mine.py").settings
+    result = compose_task(*args, task=tmp_path / "mine.py").settings
     assert (result.updates, result.epochs) == expected
 
 
@@ -161,10 +161,13 @@ def test_epochs_override_updates_of_lower_precedence(
 def test_tuned_values_apply_only_to_the_tuned_option(tmp_path: Path) -> None:
     settings = '{"optimizer.betas": [0.8, 0.9], "optimizer.lr": 0.5, "precision.keep_fp32": ["head"], "seed": 3}'
     task = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
-    tuned, other = composed("optimizer=adamw", task=task), composed("optimizer=sgd", "precision=bf16", task=task)
+    tuned, other = (
+        compose_task("optimizer=adamw", task=task),
+        compose_task("optimizer=sgd", "precision=bf16", task=task),
+    )
     assert (tuned.flat()["optimizer.betas"], tuned.flat()["optimizer.lr"]) == ([0.8, 0.9], 0.5)
     assert (tuned.notes, tuned.for_auto) == ((), {"precision.keep_fp32": ["head"]})
-    assert other.choices["optimizer"].options == composed("optimizer=sgd").choices["optimizer"].options
+    assert other.choices["optimizer"].options == compose_task("optimizer=sgd").choices["optimizer"].options
     assert (other.flat()["precision.keep_fp32"], other.settings.seed) == (["head"], 3)
     assert [suggested(note) for note in other.notes] == [
         ["optimizer.betas=[0.8,0.9]", "optimizer=sgd"],
@@ -176,7 +179,7 @@ def test_tuned_values_apply_only_to_the_tuned_option(tmp_path: Path) -> None:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", PRECISION_NAMES)
 def test_precision_names_of_other_trainers_are_accepted(name: str) -> None:
-    assert composed(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
+    assert compose_task(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
 
 
 @pytest.mark.slow
@@ -188,7 +191,7 @@ def test_precision_names_of_other_trainers_are_accepted(name: str) -> None:
     ],
 )  # fmt: skip
 def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
-    assert composed(word).choices[word.strip("+").split("=")[0]].name == option
+    assert compose_task(word).choices[word.strip("+").split("=")[0]].name == option
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
     ],
 )
 def test_a_mapping_can_be_set_at_once_or_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
-    configuration = composed(*args)
+    configuration = compose_task(*args)
     assert configuration.choices["optimizer"].options["lr_scales"] == scales
     assert configuration.sources["optimizer.lr_scales"] == "command line"
 
@@ -218,31 +221,31 @@ def bare(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("content", ["option: adamw\nlr: 0.25\n", "defaults:\n  - adamw\nlr: 0.25\n"])
 def test_a_config_folder_adds_a_variant_of_an_option(content: str, bare: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/brisk.yaml": content})
-    configuration = composed("optimizer=brisk", task=bare, folder=folder)
-    shipped_one = composed(task=bare).choices["optimizer"]
+    configuration = compose_task("optimizer=brisk", task=bare, folder=folder)
+    shipped_one = compose_task(task=bare).choices["optimizer"]
     chosen = configuration.choices["optimizer"]
     assert list_options("optimizer", folder) == sorted([*list_options("optimizer"), "brisk"])
     assert (chosen.name, chosen.function) == ("brisk", "adamw")
     assert chosen.options == {**shipped_one.options, "lr": 0.25}
     assert configuration.sources["optimizer.lr"] == "config folder"
-    assert composed("optimizer=brisk", "optimizer.lr=1", folder=folder).flat()["optimizer.lr"] == 1
+    assert compose_task("optimizer=brisk", "optimizer.lr=1", folder=folder).flat()["optimizer.lr"] == 1
     assert configuration.notes == ()
 
 
 def test_a_variant_can_extend_another_variant(tmp_path: Path) -> None:
     files = {"optimizer/a.yaml": "defaults:\n  - sgd\nlr: 0.25\n", "optimizer/b.yaml": "defaults: [a]\nmomentum: 0.5\n"}
-    chosen = composed("optimizer=b", folder=write(tmp_path, files)).choices["optimizer"]
+    chosen = compose_task("optimizer=b", folder=write(tmp_path, files)).choices["optimizer"]
     assert chosen.function == "sgd"
     assert (chosen.options["lr"], chosen.options["momentum"]) == (0.25, 0.5)
 
 
 def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/adamw.yaml": "lr: 7\n"})
-    configuration = composed(task=bare, folder=folder)
+    configuration = compose_task(task=bare, folder=folder)
     assert configuration.flat()["optimizer.lr"] == 7
     (note,) = configuration.notes
     assert note.startswith(f"{folder}/optimizer/adamw.yaml ")
-    assert composed(task=bare).flat()["optimizer.lr"] != 7, (
+    assert compose_task(task=bare).flat()["optimizer.lr"] != 7, (
         "the next request, without the folder, must not use its files"
     )
 
@@ -286,14 +289,14 @@ def test_a_number_is_a_valid_string_setting(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["true", "null", "[1,2]"])
 def test_other_literals_are_invalid_string_settings(text: str) -> None:
-    assert where(rejected(f"output_root={text}")) == [f"output_root={text}"]
+    assert where(find_problems(f"output_root={text}")) == [f"output_root={text}"]
 
 
 def test_modules_may_have_numbers_as_names(tmp_path: Path) -> None:
     """The modules of nn.Sequential have such names."""
     task = tmp_path / "task.py"
     task.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
-    configuration = composed("weights.only=[0]", "phase.two.trains=[0,3]", task=task)
+    configuration = compose_task("weights.only=[0]", "phase.two.trains=[0,3]", task=task)
     assert configuration.settings.weights.only == ["0"]
     assert configuration.phases[1].trains == ["0", "3"]
 
@@ -306,7 +309,7 @@ def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp
         file = folder / f"{name}.yaml"
         file.parent.mkdir(parents=True)
         file.write_bytes(mark + text.replace("\n", "\r\n").encode())
-    result = composed("optimizer=slow", "hardware=mine", folder=folder)
+    result = compose_task("optimizer=slow", "hardware=mine", folder=folder)
     assert result.choices["optimizer"].options["lr"] == 0.00001
     assert result.choices["precision"].name == "bf16"
 
@@ -318,7 +321,7 @@ def test_non_ascii_letters_need_no_quotes() -> None:
 
 def test_a_config_folder_overrides_task_settings(task: Path, tmp_path: Path) -> None:
     file = write(tmp_path, {"conf/optimizer/adamw.yaml": "lr: 7\n"}) / "conf/optimizer/adamw.yaml"
-    configuration = composed(task=task, folder=tmp_path / "conf")
+    configuration = compose_task(task=task, folder=tmp_path / "conf")
     assert (configuration.flat()["optimizer.lr"], configuration.sources["optimizer.lr"]) == (7, "config folder")
     assert [note for note in configuration.notes if "optimizer.lr=0.02 " in note and str(file) in note]
 
@@ -328,7 +331,7 @@ def test_a_users_config_yaml_replaces_the_defaults_list(bare: Path, tmp_path: Pa
     folder = write(
         tmp_path, {"config.yaml": ours.replace("seed: 0", "seed: 5").replace("precision: auto", "precision: fp32")}
     )
-    configuration = composed(task=bare, folder=folder)
+    configuration = compose_task(task=bare, folder=folder)
     assert configuration.settings.seed == 5
     assert configuration.choices["precision"].name == "fp32"
     assert configuration.sources["seed"] == "config folder"
@@ -351,7 +354,7 @@ hardware:
 
 def test_a_users_profile_selects_options_and_describes_devices(tmp_path: Path) -> None:
     folder = write(tmp_path, {"hardware/mine.yaml": PROFILE})
-    configuration = composed("+hardware=mine", "precision=bf16", folder=folder)
+    configuration = compose_task("+hardware=mine", "precision=bf16", folder=folder)
     assert (configuration.choices["precision"].name, configuration.choices["dataloader"].name) == ("bf16", "thread")
     assert configuration.sources["dataloader"] == "profile mine"
     assert configuration.hardware["devices"] == [{"name": "My GPU", "memory_gib": 10, "capability": [8, 6]}]
@@ -472,15 +475,15 @@ def test_an_error_in_a_config_folder_names_file_or_key(tmp_path: Path, screen: C
     messages = []
     for number, (name, (files, args, places)) in enumerate(FAULTS.items()):
         folder = write(tmp_path / str(number), files)
-        problems = rejected(*args, folder=folder)
+        problems = find_problems(*args, folder=folder)
         assert where(problems) == [place.format(folder=folder) for place in places], name
-        messages.append(f"{name}\n{joined(problems)}")
+        messages.append(f"{name}\n{join_problems(problems)}")
     screen("\n\n".join(messages), replace={r"<folder>/\d+": "<folder>"})
 
 
 def test_an_unresolved_interpolation_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/mine.yaml": "option: sgd\nlr: ${nowhere}\n"})
-    problem, where = rejected("optimizer=mine", folder=folder)[0], f"{folder}/optimizer/mine.yaml: optimizer.lr"
+    problem, where = find_problems("optimizer=mine", folder=folder)[0], f"{folder}/optimizer/mine.yaml: optimizer.lr"
     assert str(problem).startswith(where)
     assert "'nowhere'" in problem.what
 
@@ -497,7 +500,7 @@ def test_an_unresolved_interpolation_is_reported(tmp_path: Path) -> None:
 )
 def test_errors_in_a_task_file_are_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
-    (result,) = rejected(task=file)
+    (result,) = find_problems(task=file)
     assert str(result).startswith(f"{file}: ")
     assert problem in result.what or problem in str(result)
 
@@ -513,7 +516,7 @@ def test_errors_in_a_task_file_are_reported_without_running_it(text: str, proble
 def test_an_entry_that_is_not_a_literal_is_reported(entries: str, shown: str, tmp_path: Path) -> None:
     """The error names its line."""
     file = write(tmp_path, {"mine.py": f"def build(): ...\nSETTINGS = {{{entries}}}\n"}) / "mine.py"
-    (problem,) = rejected(task=file)
+    (problem,) = find_problems(task=file)
     assert problem.what.endswith(f" {shown}")
     assert str(problem).startswith(f"{file}:3: ")
 
@@ -559,14 +562,14 @@ def build(*, size: str = "a"):
 SEEDS = [SETTINGS.get("seed"), *SETTINGS.values()]
 """
     file = write(tmp_path, {"mine.py": uses}) / "mine.py"
-    assert composed(task=file).settings.seed == 3
+    assert compose_task(task=file).settings.seed == 3
     assert not [*find_changed_declarations(runpy.run_path(str(file)), file)]
 
 
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
     settings = '{"sead": 1, "compile": "off", "optimizer": "adma", "precision.keep_fp32": "head", "optimizer.lr": 0}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
-    problems = rejected(task=file)
+    problems = find_problems(task=file)
     assert where(problems) == [
         "SETTINGS['optimizer']",
         "SETTINGS['compile']",
@@ -574,25 +577,25 @@ def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., 
         "SETTINGS['sead']",
         "optimizer.lr=0",
     ]
-    screen(joined(problems))
+    screen(join_problems(problems))
 
 
 @pytest.mark.slow
 def test_users_can_override_the_optimizer_of_a_task(tmp_path: Path) -> None:
     settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
-    tuned = composed(task=file)
+    tuned = compose_task(task=file)
     assert (tuned.choices["optimizer"].name, tuned.choices["scheduler"].name) == ("adam", "linear")
     assert (tuned.flat()["optimizer.lr"], tuned.flat()["scheduler.warmup"]) == (0.5, 7)
     assert tuned.sources["optimizer"] == "task mine.py"
-    other = composed("optimizer=sgd", task=file)
+    other = compose_task("optimizer=sgd", task=file)
     assert (other.choices["optimizer"].name, other.flat()["optimizer.lr"]) == ("sgd", 0.01)
     assert ["optimizer.lr=0.5", "optimizer=adam"] in [suggested(note) for note in other.notes]
     folder = write(
         tmp_path / "conf",
         {"hardware/mine.yaml": "# @package _global_\ndefaults:\n  - override /optimizer: adamw8bit\n"},
     )
-    small = composed("hardware=mine", task=file, folder=folder)
+    small = compose_task("hardware=mine", task=file, folder=folder)
     assert small.choices["optimizer"].name == "adamw8bit"
 
 
@@ -614,30 +617,30 @@ def build(*, size: str = "tiny"): ...
 )
 def test_the_suggested_value_applies_without_the_override(override: str, value: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
-    (problem,) = rejected(override, task=file)
+    (problem,) = find_problems(override, task=file)
     assert f" {value}," in problem.fix
 
 
 @pytest.mark.parametrize("override", ["optimizer.lr=null", "seed=0"])
 def test_an_invalid_value_of_the_task_is_not_suggested(override: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("SETTINGS = {'optimizer.lr': 'high'}\ndef build(): ...\n")
-    (problem,) = rejected(override, task=tmp_path / "mine.py")
+    (problem,) = find_problems(override, task=tmp_path / "mine.py")
     assert f" optimizer.lr={find_signature('optimizer', 'adamw').keys['lr'].default}," in problem.fix
 
 
 def test_phase_settings_override_run_settings(tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
-    a, b = composed(task=file).phases
+    a, b = compose_task(task=file).phases
     assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
         "train", 5, "adam", 0.25, 3.0,
     )  # fmt: skip
     assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not the value for adamw that the run uses
     assert (b.kind, b.global_batch_size, b.micro_batch_size, b.updates) == ("fit", 8, 4, None)
-    typed = composed("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
+    typed = compose_task("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
     assert (typed.updates, typed.max_grad_norm, typed.optimizer.options["lr"]) == (9, 1.5, 0.125)
-    longer = composed("phase.a.epochs=2", "updates=9", task=file).phases[0]
+    longer = compose_task("phase.a.epochs=2", "updates=9", task=file).phases[0]
     assert (longer.updates, longer.epochs) == (None, 2)
-    swapped = composed("optimizer=sgd", "optimizer.lr=0.0625", task=file).phases[0]
+    swapped = compose_task("optimizer=sgd", "optimizer.lr=0.0625", task=file).phases[0]
     assert (swapped.optimizer.name, swapped.optimizer.options["lr"]) == ("sgd", 0.0625)
 
 
@@ -648,7 +651,7 @@ SETTINGS = {"phase.d.updates": 3}
 def build(): ...
 """
     file = write(tmp_path, {"mine.py": text}) / "mine.py"
-    problems = rejected(task=file)
+    problems = find_problems(task=file)
     places = [
         "mine.py: PHASES['a']",
         "mine.py: PHASES['b']",
@@ -658,21 +661,21 @@ def build(): ...
         "PHASES['c']['updates']",
     ]
     assert where(problems) == places
-    screen(joined(problems))
+    screen(join_problems(problems))
 
 
 def test_parameters_of_helper_functions_are_not_settings(tmp_path: Path) -> None:
     text = "def build(*, a: int = 1): ...\ndef helper(*, device=cpu()): ...\n"
-    assert composed(task=write(tmp_path, {"mine.py": text}) / "mine.py").flat()["task.a"] == 1
+    assert compose_task(task=write(tmp_path, {"mine.py": text}) / "mine.py").flat()["task.a"] == 1
 
 
 def test_missing_files_and_folders_are_reported_early(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
-        composed(task=tmp_path / "none.py")
+        compose_task(task=tmp_path / "none.py")
     with pytest.raises(InputMissing, match="is a folder; expected a file"):
-        composed(task=tmp_path)
+        compose_task(task=tmp_path)
     with pytest.raises(InputMissing, match="is not a folder"):
-        composed(folder=tmp_path / "none")
+        compose_task(folder=tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -681,7 +684,7 @@ def test_missing_files_and_folders_are_reported_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights"])
 def test_a_url_is_not_a_local_path(key: str, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        composed(f'{key}="{url}"')
+        compose_task(f'{key}="{url}"')
     assert [problem.where.partition("=")[0] for problem in caught.value.problems] == [MAIN_KEYS.get(key, key)]
 
 
@@ -689,7 +692,7 @@ def test_a_url_is_not_a_local_path(key: str, url: str) -> None:
     "url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs://box@account.dfs.core.windows.net/x", "memory://x"]
 )
 def test_a_mirror_must_be_a_url(url: str) -> None:
-    assert composed(f'checkpoint.mirror="{url}"').flat()["checkpoint.mirror"] == url
+    assert compose_task(f'checkpoint.mirror="{url}"').flat()["checkpoint.mirror"] == url
 
 
 @pytest.mark.parametrize(
@@ -698,18 +701,18 @@ def test_a_mirror_must_be_a_url(url: str) -> None:
 )  # fmt: skip
 def test_a_mirror_with_credentials_or_options_is_rejected(url: str) -> None:
     with pytest.raises(AccelRunError):
-        composed(f'checkpoint.mirror="{url}"')
+        compose_task(f'checkpoint.mirror="{url}"')
 
 
 @pytest.mark.parametrize("path", ["x9:/b", "a/b:c", "://b", "1x://b", "./s3://b"])
 def test_a_path_that_resembles_a_url_is_local(path: str) -> None:
-    assert composed(f'output_root="{path}"').settings.output_root == path
+    assert compose_task(f'output_root="{path}"').settings.output_root == path
 
 
 @pytest.mark.parametrize("word", ["task.x=1", "task.zzz=1"])
 def test_an_unknown_task_key_lists_the_keys_of_the_task(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        composed(word)
+        compose_task(word)
     (problem,) = caught.value.problems
     assert "task.size" in problem.what
     assert "task?" not in problem.fix
@@ -718,7 +721,7 @@ def test_an_unknown_task_key_lists_the_keys_of_the_task(word: str) -> None:
 def test_all_problems_are_reported_together(screen: Callable[..., None]) -> None:
     args = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
     more = ("updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3", "backend.threads=2000")
-    problems = rejected(*args, *more)
+    problems = find_problems(*args, *more)
     assert where(problems) == [
         "--lr 3",
         "seed",
@@ -731,31 +734,31 @@ def test_all_problems_are_reported_together(screen: Callable[..., None]) -> None
         "micro_batch_size=3",
         "updates=5 epochs=5",
     ]
-    screen(joined(problems))
+    screen(join_problems(problems))
 
 
 def test_too_long_warmups_are_rejected_early() -> None:
     """No run is created."""
-    (problem,) = rejected("updates=2", "scheduler.warmup=40")
+    (problem,) = find_problems("updates=2", "scheduler.warmup=40")
     assert problem.where == "scheduler.warmup"
     assert "scheduler.warmup=2 " in problem.fix
     for accepted in (["scheduler.warmup=2"], ["scheduler.warmup=0.9"], ["scheduler.warmup=40", "epochs=1"]):
-        composed(*([] if "epochs=1" in accepted else ["updates=2"]), *accepted)
+        compose_task(*([] if "epochs=1" in accepted else ["updates=2"]), *accepted)
 
 
 def test_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
     args = ("updates=2", "phase.one.updates=100", "scheduler.warmup=40")
-    assert where(rejected(*args, task=file)) == ["phase.two.scheduler.warmup"]
-    composed(*args, "phases=[one]", task=file)
+    assert where(find_problems(*args, task=file)) == ["phase.two.scheduler.warmup"]
+    compose_task(*args, "phases=[one]", task=file)
 
 
 @pytest.mark.slow
 def test_setting_names_of_other_trainers_get_suggestions() -> None:
     known = [key for key in FOREIGN_KEYS if key not in GROUPS]  # an unknown option of a group is a different error
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
-        result = rejected(*(f"{key}=1" for key in keys))
+        result = find_problems(*(f"{key}=1" for key in keys))
         suggestions = [translate_key(key, "1", ()) for key in keys]
         expected = [(f"{key}=1", text) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
@@ -780,7 +783,7 @@ def test_suggested_setting_names_exist(messages: str) -> None:
 @pytest.mark.parametrize("arg", ["max_grad_norm=0", "max_grad_norm=none", "early_stopping.patience=0"])
 def test_null_is_suggested_for_settings_disabled_with_0(arg: str) -> None:
     """Other tools disable these settings with 0."""
-    (problem,) = rejected(arg)
+    (problem,) = find_problems(arg)
     assert f"{arg.partition('=')[0]}=null" in problem.fix
 
 
@@ -815,7 +818,7 @@ def test_a_sweep_without_values_is_rejected(word: str) -> None:
 def test_a_trial_is_composed_like_a_single_run() -> None:
     seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
     assert seeds == [3, 4]
-    (problem,) = rejected("seed=3,4")
+    (problem,) = find_problems("seed=3,4")
     assert problem.where == "seed=3,4"
     assert "accel-run train -m" in problem.fix
 
@@ -851,7 +854,7 @@ def test_all_shipped_options_can_be_composed() -> None:
     assert all(options.values())
     for number in range(max(map(len, options.values()))):
         args = {group: names[number % len(names)] for group, names in options.items()}
-        configuration = composed(*(f"{group}={name}" for group, name in args.items()))
+        configuration = compose_task(*(f"{group}={name}" for group, name in args.items()))
         chosen = {group: choice.name for group, choice in configuration.choices.items()}
         assert {**chosen, "hardware": configuration.profile} == args
         for group in AXES:
@@ -898,7 +901,7 @@ def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
         "optimizer.eps=1e-9",
         "compile=off",
     )
-    configuration = composed(*args, "+hardware=t4", "checkpoint.best=null", "run='null'")
+    configuration = compose_task(*args, "+hardware=t4", "checkpoint.best=null", "run='null'")
     result: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(configuration)))
     for group, choice in configuration.choices.items():
         assert result.pop(group) == {"option": choice.name, **choice.options}

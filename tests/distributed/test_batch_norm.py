@@ -151,12 +151,12 @@ def test_names_types_and_single_processes_are_unchanged() -> None:
     assert synchronize_batch_norms(plain, World(CPU)) is plain
     assert type(plain[1]) is nn.BatchNorm2d
 
-    def named(world: World) -> list[str]:
+    def find_names(world: World) -> list[str]:
         model = synchronize_batch_norms(make_model(2, torch.float32), world)
         assert isinstance(model[1], nn.BatchNorm2d)  # type: ignore[index]
         return list(model.state_dict())
 
-    assert run_ranks(named, 2) == [list(plain.state_dict())] * 2
+    assert run_ranks(find_names, 2) == [list(plain.state_dict())] * 2
 
 
 class Activated(nn.BatchNorm2d):
@@ -230,13 +230,13 @@ def test_norms_in_eval_mode_may_be_of_any_kind() -> None:
 
 
 def test_conversion_is_idempotent_and_one_process_accepts_any_norm() -> None:
-    def named(world: World) -> list[str]:
+    def find_names(world: World) -> list[str]:
         return [
             type(module).__name__
             for module in synchronize_batch_norms(synchronize_batch_norms(make_model(2, torch.float32), world), world)
         ]  # type: ignore[arg-type, union-attr, attr-defined]
 
-    assert run_ranks(named, 2)[0].count("_BatchNorm2d") == 2
+    assert run_ranks(find_names, 2)[0].count("_BatchNorm2d") == 2
     assert type(synchronize_batch_norms(Activated(3), World(CPU))) is Activated
 
 

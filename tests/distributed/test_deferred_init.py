@@ -264,7 +264,7 @@ def test_batch_norm_models_start_from_weights_of_one_process() -> None:
     assert run_ranks(first_weights, 3)[0] == first_weights(ALONE)
 
 
-def uninitialized(world: World) -> list[bool]:
+def find_uninitialized(world: World) -> list[bool]:
     """Return whether the initial value was computed, for each loaded name."""
     computed: list[Any] = []
     model, recording = build_deferred(Tied)
@@ -278,7 +278,7 @@ def uninitialized(world: World) -> list[bool]:
 
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 def test_parameters_from_a_checkpoint_are_not_initialized() -> None:
-    assert run_ranks(uninitialized, 2) == [[False, False, True]] * 2
+    assert run_ranks(find_uninitialized, 2) == [[False, False, True]] * 2
 
 
 class LargestInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -310,7 +310,7 @@ def wide() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(WIDE_LAYERS)))
 
 
-def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example: Any, world: World) -> Any:
+def wrap_stage(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example: Any, world: World) -> Any:
     """Return this rank's weights by name, whether the layers were measured, and the peak bytes in use during `wrap`."""
     model, recording = build_deferred(make)
     assert all(weight.is_meta for weight in model.parameters())
@@ -328,7 +328,7 @@ def test_pipeline_ranks_start_from_weights_of_one_process() -> None:
     """The layers are measured, and the first and the last stage share a tied embedding."""
     expected = {name: weight.tolist() for name, weight in build(gpt).state_dict().items()}
     tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
-    ranks = run_ranks(partial(staged, gpt, lambda model: model.layers(), (tokens,)), 2)
+    ranks = run_ranks(partial(wrap_stage, gpt, lambda model: model.layers(), (tokens,)), 2)
     found: set[str] = set()
     for own, is_measured, _ in ranks:
         assert is_measured
@@ -343,7 +343,7 @@ def test_pipeline_ranks_start_from_weights_of_one_process() -> None:
 def test_peak_memory_of_a_pipeline_rank() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
     example = (torch.zeros(1, WIDE),)
-    ranks = run_ranks(partial(staged, wide, list, example), 4)
+    ranks = run_ranks(partial(wrap_stage, wide, list, example), 4)
     for own, _, largest in ranks:
         assert len(own) == 2 * WIDE_LAYERS // 4
         assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "a rank holds its stage, and at most one layer more"

@@ -93,7 +93,7 @@ def local_values(run: Run) -> list[Any]:
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).tolist() for tensor in tensors.values()]
 
 
-def everything(folder: str, world: World) -> dict[str, Any]:
+def run_all(folder: str, world: World) -> dict[str, Any]:
     """Return this rank's results: of a run that writes a checkpoint halfway, and of the runs resumed from it."""
     run = run_of(world, strategy=partial(in_pairs, saves_parts=True))
     steps = run.advance(HALF)
@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(folder: str) -> list[dict[str, Any]]:
-    return run_ranks(partial(everything, folder), RANKS)
+    return run_ranks(partial(run_all, folder), RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def test_gradients_of_a_shared_parameter_are_summed() -> None:
-    def added(world: World) -> Any:
+    def add_gradients(world: World) -> Any:
         weight = nn.Parameter(torch.ones(3))
         if world.rank != 1:
             weight.grad = torch.full((3,), 2.0 + world.rank)
@@ -27,7 +27,7 @@ def test_gradients_of_a_shared_parameter_are_summed() -> None:
         assert weight.grad is not None
         return weight.grad.tolist()
 
-    assert run_ranks(added, 3) == [[6.0] * 3] * 3
+    assert run_ranks(add_gradients, 3) == [[6.0] * 3] * 3
 
 
 def test_a_frozen_shared_parameter_has_no_gradient() -> None:

@@ -646,12 +646,12 @@ def test_evaluation_between_updates_does_not_change_them() -> None:
 
 
 def test_data_statistics_come_from_rank_0() -> None:
-    def merged(world: World) -> list[float]:
+    def merge(world: World) -> list[float]:
         parallel = Pipelined(world)
         state = {"sum": torch.tensor([3.0 - world.rank])}
         return parallel.merge_state(lambda one, other: one, state)["sum"].tolist()
 
-    assert run_ranks(merged, 2) == [[3.0], [3.0]]
+    assert run_ranks(merge, 2) == [[3.0], [3.0]]
 
 
 # ---------------------------------------------------------------- errors

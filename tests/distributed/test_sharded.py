@@ -177,7 +177,7 @@ def listed(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def trained(world: World, *, updates: int = 4, **options: Any) -> dict[str, Any]:
+def train_run(world: World, *, updates: int = 4, **options: Any) -> dict[str, Any]:
     """Train for `updates` updates, and return losses, norms, counts and weights."""
     run = Run(world, **options)
     steps = run.advance(updates)
@@ -200,9 +200,9 @@ SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
     """The second update of each epoch has 13 samples, so its shares are unequal, and a rank may have none."""
-    alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=torch.float64)
+    alone = train_run(ALONE, shares=shares, micro=sum(shares), dtype=torch.float64)
     tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding errors of all updates accumulate
-    results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
+    results = run_ranks(lambda world: train_run(world, shares=shares, micro=micro, dtype=dtype), len(shares))
     for result in results:
         assert result["items"] == alone["items"]
         for key in ("losses", "norms"):
@@ -255,9 +255,9 @@ def test_random_splits_give_gradients_of_one_process(world_size: int, dtype: tor
 def test_resharding_parameters_does_not_change_the_updates(options: dict[str, Any], checkpointed: bool) -> None:
     def learn(world: World) -> dict[str, Any]:
         model = make_model(torch.float64, checkpointed=checkpointed)
-        return trained(world, shares=(19, 13), micro=5, model=model, strategy=partial(sharded, **options))
+        return train_run(world, shares=(19, 13), micro=5, model=model, strategy=partial(sharded, **options))
 
-    assert distance_of_each(trained(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < PROMISED[torch.float64]
+    assert distance_of_each(train_run(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < PROMISED[torch.float64]
 
 
 # ---------------------------------------------------------------- dummy passes and unused parameters
@@ -286,7 +286,7 @@ def test_dummy_passes_do_not_change_gradients_or_buffers() -> None:
 
 @pytest.mark.slow
 def test_parameters_unused_on_all_ranks_do_not_decay() -> None:
-    def told(world: World) -> list[Any]:
+    def find_unchanged(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
         before = run.parallel.gather_full(run.model.state_dict())
         run.advance(3)
@@ -296,8 +296,8 @@ def test_parameters_unused_on_all_ranks_do_not_decay() -> None:
         return [same, [name for name in states if "unused" in name]]
 
     expected = [f"blocks.{number}.unused.{kind}" for number in range(3) for kind in ("weight", "bias")]
-    assert told(ALONE) == [expected, []]
-    assert run_ranks(told, 2) == [[expected, []], [[], []]]
+    assert find_unchanged(ALONE) == [expected, []]
+    assert run_ranks(find_unchanged, 2) == [[expected, []], [[], []]]
 
 
 class Choosing(nn.Module):
@@ -383,7 +383,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_ranks() -> None:
         return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
 
     results = run_ranks(
-        lambda world: trained(
+        lambda world: train_run(
             world, shares=(19, 13), micro=32, dtype=torch.float32, loss=explosive, precision=fp16, updates=4
         ),
         2,
@@ -405,7 +405,7 @@ def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks() -> None:
 
     def learn(world: World) -> list[Any]:
         flags = [float(Sharded(world).any_overflow(torch.tensor(float(world.rank == rank)))) for rank in range(3)]
-        result = trained(world, dtype=torch.float32, precision=fp16, strategy=Struck, shares=(16, 16), updates=3)
+        result = train_run(world, dtype=torch.float32, precision=fp16, strategy=Struck, shares=(16, 16), updates=3)
         return [flags, result["skipped"], result["scale"]]
 
     assert run_ranks(learn, 2) == [[[1.0, 1.0, 0.0], 3, 8192.0]] * 2
@@ -415,9 +415,9 @@ def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [bf16, fp16])
 def test_half_precision_trains_like_one_process(precision: Any) -> None:
-    alone = trained(ALONE, dtype=torch.float32, precision=precision)
+    alone = train_run(ALONE, dtype=torch.float32, precision=precision)
     results = run_ranks(
-        lambda world: trained(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision), 2
+        lambda world: train_run(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision), 2
     )
     assert distance(alone["losses"], results[0]["losses"]) <= torch.finfo(torch.bfloat16).eps
 
@@ -439,12 +439,12 @@ class GatheredDtypes(TorchDispatchMode):
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_can_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
     """Communicated weights have 8 bits (bfloat16) or 11 bits (float16); gradients and stored weights stay float32."""
-    alone = trained(ALONE, dtype=torch.float32)
+    alone = train_run(ALONE, dtype=torch.float32)
 
     def learn(world: World) -> dict[str, Any]:
         strategy = partial(sharded, communicate=communicate)
         with GatheredDtypes() as gathered:
-            result = trained(
+            result = train_run(
                 world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision, strategy=strategy
             )
         assert gathered.dtypes == {getattr(torch, communicate)}
@@ -606,7 +606,7 @@ def test_blocks_can_return_views_modified_in_place() -> None:
 
     def learn(world: World) -> Any:
         torch.manual_seed(0)
-        return trained(world, shares=(19, 13), micro=8, model=Viewing().double())["model"]
+        return train_run(world, shares=(19, 13), micro=8, model=Viewing().double())["model"]
 
     assert distance_of_each(learn(ALONE), run_ranks(learn, 2)[0]) < PROMISED[torch.float64]
 
@@ -652,7 +652,7 @@ def test_synchronized_norms_train_like_one_process() -> None:
     def learn(world: World, shares: Sequence[int], micro: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = synchronize_batch_norms(Normed().double(), world)
-        result = trained(world, shares=tuple(shares), micro=micro, model=model)
+        result = train_run(world, shares=tuple(shares), micro=micro, model=model)
         return {"losses": result["losses"], "model": result["model"]}
 
     # Every update is one pass per rank. With shares (1, 31), rank 0 runs a dummy pass in updates of 13 samples.
@@ -696,7 +696,7 @@ def test_all_obstacles_to_sharding_are_reported_together() -> None:
 
 def test_a_loss_that_bypasses_the_model_is_rejected() -> None:
     def learn(world: World) -> None:
-        trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
+        train_run(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
 
     for messages in run_ranks(partial(refusal, learn), 2):
         assert "outside of model(...)" in messages
@@ -704,7 +704,7 @@ def test_a_loss_that_bypasses_the_model_is_rejected() -> None:
 
 @pytest.mark.slow
 def test_gradients_are_exchanged_per_update_or_micro_batch() -> None:
-    def exchanged(world: World) -> list[int]:
+    def count_exchanges(world: World) -> list[int]:
         result = []
         for micro, options in ((16, {}), (4, {}), (4, {"shards_gradients": True})):
             run = Run(world, shares=(16, 16), micro=micro, strategy=partial(sharded, **options))
@@ -713,14 +713,14 @@ def test_gradients_are_exchanged_per_update_or_micro_batch() -> None:
             result.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
         return result
 
-    for once, accumulated, each in run_ranks(exchanged, 2):
+    for once, accumulated, each in run_ranks(count_exchanges, 2):
         assert once == accumulated > 0
         assert each == 4 * once
 
 
 @pytest.mark.slow
 def test_tensors_are_loaded_even_if_others_are_missing() -> None:
-    def loaded(world: World) -> list[Any]:
+    def load_all(world: World) -> list[Any]:
         result = []
         for missing in ("temperature", "embed.weight", "head.bias"):
             run, other = Run(world), Model().double()
@@ -735,4 +735,4 @@ def test_tensors_are_loaded_even_if_others_are_missing() -> None:
         return result
 
     torch.manual_seed(4)
-    assert run_ranks(loaded, 2) == [[[], [], []]] * 2
+    assert run_ranks(load_all, 2) == [[[], [], []]] * 2

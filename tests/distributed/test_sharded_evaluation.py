@@ -162,7 +162,7 @@ def test_failed_calls_leave_no_rank_waiting_or_weights_gathered() -> None:
     assert run_ranks(catch_errors, 2) == [[0.0, 0.0]] * 2
 
 
-def inferred(world: World) -> list[float]:
+def infer(world: World) -> list[float]:
     run = run_of(world, gathers_model=False)
     x, _ = samples(DOUBLE)
     with run.parallel.gather_parameters(run.model), torch.inference_mode():
@@ -174,7 +174,7 @@ def inferred(world: World) -> list[float]:
 def test_inference_mode_is_possible_before_the_first_update() -> None:
     run = Run(World(CPU))
     expected = [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
-    for losses in run_ranks(inferred, 2):
+    for losses in run_ranks(infer, 2):
         assert distance(expected, losses) <= allowed(DOUBLE, terms=32)
 
 
@@ -226,16 +226,16 @@ def test_ranks_join_only_calls_of_their_group() -> None:
 
 
 def test_fit_phases_can_write_weights_of_the_whole_model() -> None:
-    def edited(world: World) -> Any:
+    def edit(world: World) -> Any:
         run = run_of(world, gathers_model=False)
         with run.parallel.edit_parameters(run.model), torch.no_grad():
             run.model.head.weight.fill_(2.0)  # type: ignore[union-attr,operator]
         return listed(run.parallel.gather_full(run.model.state_dict()))
 
-    assert {value for row in run_ranks(edited, 2)[0]["head.weight"] for value in row} == {2.0}
+    assert {value for row in run_ranks(edit, 2)[0]["head.weight"] for value in row} == {2.0}
 
 
-def summed(world: World, calls: int, style: str) -> str:
+def sum_after_calls(world: World, calls: int, style: str) -> str:
     """Call the model, then a collective, then the model again. Return the sum or the error."""
     model, parallel, wrapped = stepping(world)
     total = torch.tensor([world.rank + 1.0])
@@ -265,11 +265,11 @@ def summed(world: World, calls: int, style: str) -> str:
 
 @pytest.mark.parametrize("style", ["sum", "objects"])
 def test_tasks_can_use_collectives_after_equal_numbers_of_calls(style: str) -> None:
-    assert run_ranks(lambda world: summed(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
+    assert run_ranks(lambda world: sum_after_calls(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
 
 
 def test_collectives_of_groups_without_this_rank_are_not_counted() -> None:
-    found = run_ranks(lambda world: summed(world, 2, "group of one rank"), 2)
+    found = run_ranks(lambda world: sum_after_calls(world, 2, "group of one rank"), 2)
     assert found == ["1.0", "2.0"]
 
 
@@ -277,7 +277,7 @@ def test_collectives_of_groups_without_this_rank_are_not_counted() -> None:
 def test_a_collective_during_other_ranks_calls_is_an_error(style: str) -> None:
     calls = 1 if style == "sum on rank 0" else None
     what = "a rank calls a collective of torch.distributed while another rank calls the model"
-    found = run_ranks(lambda world: summed(world, calls or 1 + world.rank, style), 2)
+    found = run_ranks(lambda world: sum_after_calls(world, calls or 1 + world.rank, style), 2)
     assert found == [what] * 2
 
 

@@ -78,7 +78,7 @@ def test_sharded_updates_equal_torch_without_dtensor_operations(function: Any) -
             assert theirs > 0
 
 
-def replaced(world: World, placement: Placement) -> bool:
+def update_with_placement(world: World, placement: Placement) -> bool:
     """Update with gradients of another placement; return whether the weights equal those of torch's optimizer."""
     (_, ours), (_, theirs) = shards(world), shards(world)
     for _, weight in (*ours, *theirs):
@@ -97,7 +97,7 @@ def replaced(world: World, placement: Placement) -> bool:
 @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=["replicated", "by columns"])
 def test_gradients_with_another_placement_are_redistributed(placement: Placement) -> None:
     """Hooks may replace gradients with the result of any operation on DTensors."""
-    assert all(run_ranks(lambda world: replaced(world, placement), 2))
+    assert all(run_ranks(lambda world: update_with_placement(world, placement), 2))
 
 
 def plain(world: World) -> str:

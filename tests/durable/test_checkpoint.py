@@ -355,13 +355,13 @@ def test_an_unreadable_checkpoint_is_moved_if_another_is_valid(tmp_path: Path, m
         save(tmp_path, snapshot(update))
     listdir = os.listdir
 
-    def denied(path: Any) -> list[str]:
+    def deny(path: Any) -> list[str]:
         if Path(path) == checkpoint_path(tmp_path, 2):
             raise OSError(errno.EMFILE, "Too many open files")
         return listdir(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", denied)
+        patch.setattr(os, "listdir", deny)
         recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 1)
     assert recovery.skipped[0][0] == "update-0000000002"
@@ -375,12 +375,12 @@ def test_an_unreadable_checkpoint_is_moved_if_another_is_valid(tmp_path: Path, m
 def test_the_only_checkpoint_is_kept_even_if_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, snapshot(1))
 
-    def denied(path: Path, **_: Any) -> bytes:
+    def deny(path: Path, **_: Any) -> bytes:
         with storage_errors("read", path):
             raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "read", denied)
+        patch.setattr(files, "read", deny)
         with pytest.raises(DataError, match="the disk reports an error"):
             recover(tmp_path)
     assert_is(recover(tmp_path).checkpoint, 1)
@@ -393,17 +393,17 @@ def test_the_newest_checkpoint_is_found_during_saves_and_removals(
     save(tmp_path, snapshot(1))
     is_folder, looks = files.is_plain_directory, []
 
-    def overtaken(path: Path) -> bool:
+    def overtake(path: Path) -> bool:
         looks.append(path.name)
         if len(looks) < 4:  # the listed checkpoint is removed before it is checked
             patch.undo()
             save(tmp_path, snapshot(len(looks) + 1))
-            patch.setattr(files, "is_plain_directory", overtaken)
+            patch.setattr(files, "is_plain_directory", overtake)
             shutil.rmtree(path)
         return is_folder(path)
 
     patch = monkeypatch
-    patch.setattr(files, "is_plain_directory", overtaken)
+    patch.setattr(files, "is_plain_directory", overtake)
     assert_is(checkpoint.load_newest(tmp_path), 4)
 
 

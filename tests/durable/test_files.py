@@ -25,7 +25,7 @@ from runner.durable.system import System
 ROOT = Path(__file__).parents[2]
 
 
-def failing(error: int) -> Callable[..., Any]:
+def fail_with(error: int) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> Any:
         raise OSError(error, os.strerror(error))
 
@@ -55,7 +55,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "run.json"
     files.atomic_write(path, "old")
     with monkeypatch.context() as patch:
-        patch.setattr(os, operation, failing(errno.EIO))
+        patch.setattr(os, operation, fail_with(errno.EIO))
         with pytest.raises(StorageError):
             files.atomic_write(path, "new")
     assert path.read_text() == "old"
@@ -65,7 +65,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytes
 def test_content_is_synced_before_the_file_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace: list[str] = []
 
-    def traced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def trace_calls(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any, **keywords: Any) -> Any:
             is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
             trace.append("fsync folder" if is_folder else name)
@@ -74,13 +74,13 @@ def test_content_is_synced_before_the_file_gets_its_name(tmp_path: Path, monkeyp
         return operation
 
     for name in ("write", "fsync", "rename"):
-        monkeypatch.setattr(os, name, traced(name, getattr(os, name)))
+        monkeypatch.setattr(os, name, trace_calls(name, getattr(os, name)))
     files.atomic_write(tmp_path / "run.json", "{}")
     assert trace == ["write", "fsync", "rename", "fsync folder"]
 
 
 def test_a_full_disk_has_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
+    monkeypatch.setattr(os, "write", fail_with(errno.ENOSPC))
     with pytest.raises(StorageError) as caught:
         files.write_new(tmp_path / "model", [b"abc"])
     assert "disk is full" in str(caught.value)
@@ -94,7 +94,7 @@ def test_exhausted_inodes_are_not_reported_as_a_full_disk(
 ) -> None:
     there = SimpleNamespace(f_files=inodes, f_favail=free, f_bavail=1000)
     monkeypatch.setattr(os, "statvfs", lambda _: there)
-    monkeypatch.setattr(os, "mkdir", failing(errno.ENOSPC))
+    monkeypatch.setattr(os, "mkdir", fail_with(errno.ENOSPC))
     with pytest.raises(StorageError) as caught:
         files.make_directory(tmp_path / "a" / "b")
     assert caught.value.exit_code == Exit.INPUT_OUTPUT
@@ -233,7 +233,7 @@ def test_new_folders_are_private(tmp_path: Path) -> None:
 def test_only_unsupported_folder_syncs_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, raises: bool
 ) -> None:
-    monkeypatch.setattr(os, "fsync", failing(error))
+    monkeypatch.setattr(os, "fsync", fail_with(error))
     if raises:
         with pytest.raises(StorageError):
             files.fsync_directory(tmp_path)

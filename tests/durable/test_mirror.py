@@ -77,7 +77,7 @@ def fetch_to_empty_machine(mirror: Mirror, root: Path) -> tuple[RunDirectory, li
     return run, warnings
 
 
-def copied(mirror: Mirror, run: RunDirectory, *updates: int) -> None:
+def copy_checkpoints(mirror: Mirror, run: RunDirectory, *updates: int) -> None:
     for update in updates:
         mirror.upload(checkpoint_path(run.checkpoints, update), run.metrics, UID)
     mirror.claim(UID, "writer")
@@ -89,7 +89,7 @@ def numbers(mirror: Mirror) -> list[int]:
 
 def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1, 2)
+        copy_checkpoints(mirror, run, 1, 2)
         there, warnings = fetch_to_empty_machine(mirror, tmp_path / "b")
         with there:
             assert warnings == []
@@ -101,7 +101,7 @@ def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path
 def test_copied_metrics_end_at_the_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued after the checkpoint
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
             assert there.metrics.read_bytes() == b"123456789\n"
 
@@ -125,23 +125,23 @@ def cut(operation: str) -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_a_truncated_upload_is_never_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         FaultyStorage.calls.clear()
-        copied(mirror, run, 2)
+        copy_checkpoints(mirror, run, 2)
         num_calls = len(FaultyStorage.calls)
         assert num_calls > 15
         for number in range(num_calls):
             FaultyStorage.reset()
-            copied(mirror, run, 1)
+            copy_checkpoints(mirror, run, 1)
             FaultyStorage.half, FaultyStorage.fault = half, staticmethod(failing_at(number))
             with pytest.raises(MirrorError):
-                copied(mirror, run, 2)
+                copy_checkpoints(mirror, run, 2)
             FaultyStorage.fault = staticmethod(lambda *_: None)
             assert numbers(mirror)[-1] == 1
             for name in mirror.checkpoints(UID):
                 local = content(checkpoint_path(run.checkpoints, mirrored_update(name)))
                 assert all(mirror.store.read(f"{UID}/{name}/{file}", 1 << 20) == data for file, data in local.items())
-            copied(mirror, run, 2)  # the next attempt succeeds
+            copy_checkpoints(mirror, run, 2)  # the next attempt succeeds
             assert numbers(mirror) == [2, 1]
 
 
@@ -149,17 +149,17 @@ def test_a_retry_uploads_only_missing_files(mirror: Mirror, tmp_path: Path) -> N
     with machine(tmp_path / "a", 1) as run:
         FaultyStorage.fault = staticmethod(lambda operation, path: cut(operation) if "state" in path else None)
         with pytest.raises(MirrorError):
-            copied(mirror, run, 1)
+            copy_checkpoints(mirror, run, 1)
         FaultyStorage.fault = staticmethod(lambda *_: None)
         FaultyStorage.calls.clear()
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         sent = [path.rpartition("/")[2] for operation, path in FaultyStorage.calls if operation == "write"]
         assert sent == ["state.json", "metrics.jsonl", "MANIFEST.json", "owner.json"]
 
 
 def test_a_truncated_download_leaves_no_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
     FaultyStorage.calls.clear()
     fetch_to_empty_machine(mirror, tmp_path / "b")[0].release()
     for number in range(len(FaultyStorage.calls)):
@@ -176,15 +176,15 @@ def test_a_truncated_download_leaves_no_checkpoint(mirror: Mirror, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "MANIFEST.json", "metrics.jsonl"])
 def test_data_corrupted_by_a_transfer_is_copied_again(mirror: Mirror, tmp_path: Path, name: str) -> None:
-    def flipped(path: str, data: bytes) -> bytes:
+    def flip_bit(path: str, data: bytes) -> bytes:
         return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if path.endswith(name) else data
 
     with machine(tmp_path / "a", 1) as run:
-        FaultyStorage.changed = staticmethod(flipped)
+        FaultyStorage.changed = staticmethod(flip_bit)
         with pytest.raises(MirrorError):
-            copied(mirror, run, 1)
+            copy_checkpoints(mirror, run, 1)
         FaultyStorage.changed = staticmethod(lambda _, data: data)
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
             assert content(checkpoint_path(there.checkpoints, 1)) == content(checkpoint_path(run.checkpoints, 1))
 
@@ -205,7 +205,7 @@ def damage(update: int, name: str = "model.safetensors", *, removes: bool = Fals
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "MANIFEST.json"])
 def test_a_damaged_copy_is_skipped_for_an_older_one(mirror: Mirror, tmp_path: Path, name: str, removes: bool) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1, 2)
+        copy_checkpoints(mirror, run, 1, 2)
     damage(2, name, removes=removes)
     there, warnings = fetch_to_empty_machine(mirror, tmp_path / "b")
     with there:
@@ -219,7 +219,7 @@ def test_a_damaged_copy_is_skipped_for_an_older_one(mirror: Mirror, tmp_path: Pa
 @pytest.mark.parametrize("name", ["model.safetensors", "MANIFEST.json"])
 def test_a_run_does_not_start_over_if_all_copies_are_damaged(mirror: Mirror, tmp_path: Path, name: str) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1, 2)
+        copy_checkpoints(mirror, run, 1, 2)
         damage(1, name)
         damage(2, name)
         with pytest.raises(DataError):
@@ -229,7 +229,7 @@ def test_a_run_does_not_start_over_if_all_copies_are_damaged(mirror: Mirror, tmp
 
 def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         FaultyStorage.calls.clear()
         fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)
         assert not any(path.endswith(".safetensors") for _, path in FaultyStorage.calls)
@@ -237,7 +237,7 @@ def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -
 
 def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1, 2)
+        copy_checkpoints(mirror, run, 1, 2)
         intact = content(checkpoint_path(run.checkpoints, 2))
         (checkpoint_path(run.checkpoints, 2) / "state.json").write_bytes(b"{}")
         fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)
@@ -247,14 +247,14 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(mirror: Mirror, tmp_
 def test_a_mirror_of_another_run_is_rejected(mirror: Mirror, tmp_path: Path) -> None:
     """The other run has the same name."""
     with machine(tmp_path / "a", 1) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
     with machine(tmp_path / "b", 1, uid=OTHER) as other, pytest.raises(IncompatibleResume):
         fetch_checkpoints(mirror, other, lambda _: None, lambda _: None)
 
 
 def test_resuming_works_with_a_damaged_owner_file(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
     mirror.store.write("owner.json", b'{"run_uid": "')
     assert mirror.owner() == MirrorOwner(UID)
     with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
@@ -358,7 +358,7 @@ def test_a_checkpoint_saved_during_a_listing_is_copied(
 def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path) -> None:
     left = [0]
 
-    def throttled(operation: str, path: str) -> None:
+    def throttle(operation: str, path: str) -> None:
         left[0] += operation == "write"
         if operation == "write" and left[0] % 3:
             raise OSError("SlowDown: please reduce your request rate")
@@ -367,7 +367,7 @@ def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path)
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
         copies.start(is_required=False)
-        FaultyStorage.fault = staticmethod(throttled)
+        FaultyStorage.fault = staticmethod(throttle)
         path = add(run, 3)
         assert path is not None
         copies.notify(path)
@@ -379,7 +379,7 @@ def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path)
 def test_the_mirror_keeps_what_retention_keeps(mirror: Mirror, tmp_path: Path) -> None:
     """If there are no local checkpoints, it keeps two."""
     with machine(tmp_path / "a", *range(1, 8)) as run:
-        copied(mirror, run, *range(1, 8))
+        copy_checkpoints(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")
         retain(run.checkpoints, 3, checkpoint_path(run.checkpoints, 2))  # 2 is the best checkpoint
         copies = thread(mirror, run)
@@ -401,11 +401,11 @@ def test_invalid_credentials_are_reported_but_not_stored(
     """The error is reported immediately."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c4n4ry/S3cr3t+Key9")
 
-    def denied(operation: str, path: str) -> None:
+    def deny(operation: str, path: str) -> None:
         raise PermissionError("Access denied for c4n4ry/S3cr3t+Key9")
 
     with machine(tmp_path / "a", 1) as run:
-        FaultyStorage.fault = staticmethod(denied)
+        FaultyStorage.fault = staticmethod(deny)
         with pytest.raises(MirrorError) as raised:
             thread(mirror, run).start(is_required=True)
         assert raised.value.exit_code == Exit.PERMISSION
@@ -442,8 +442,8 @@ def test_copies_of_one_update_by_two_runs_are_not_mixed(mirror: Mirror, tmp_path
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b") as other:
         given = replace(snapshot(11), update=1)
         save(other.checkpoints, replace(given, facts={**given.facts, "run_uid": UID, "metrics_bytes": 0}))
-        copied(mirror, run, 1)
-        copied(mirror, other, 1)
+        copy_checkpoints(mirror, run, 1)
+        copy_checkpoints(mirror, other, 1)
         assert numbers(mirror) == [1, 1]
         for name in mirror.checkpoints(UID):
             mirror.download(UID, name, tmp_path / name)
@@ -453,7 +453,7 @@ def test_copies_of_one_update_by_two_runs_are_not_mixed(mirror: Mirror, tmp_path
 def test_a_mirror_with_newer_checkpoints_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
     """The mirror was not reachable when the run started."""
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 5) as ahead:
-        copied(mirror, ahead, 5)
+        copy_checkpoints(mirror, ahead, 5)
         FaultyStorage.fault = staticmethod(failing_at(0))  # fails only at the start
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)

@@ -21,7 +21,7 @@ from runner.durable.mirror import Mirror, MirrorOwner, fetch_checkpoints, mirror
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.mirror_thread import MirrorState, MirrorThread, NoMirror
 from tests.durable.faulty_storage import FaultyStorage
-from tests.durable.test_mirror import LONG_S, OTHER, UID, add, content, copied, cut, machine, numbers
+from tests.durable.test_mirror import LONG_S, OTHER, UID, add, content, copy_checkpoints, cut, machine, numbers
 from tests.durable.test_mirror import mirror as mirror  # noqa: PLC0414 - a fixture
 from tests.faults.saver import snapshot
 from tests.waiting import wait_until
@@ -227,7 +227,7 @@ def test_waiting_for_copies_at_the_end_is_reported(
     waits: list[int] = []
     opened = threading.Event()
 
-    def blocked(operation: str, path: str) -> None:
+    def block(operation: str, path: str) -> None:
         if operation == "write" and path.endswith("model.safetensors"):
             assert opened.wait(LONG_S)
 
@@ -236,7 +236,7 @@ def test_waiting_for_copies_at_the_end_is_reported(
         opened.set()
 
     with machine(tmp_path, 1) as run:
-        fail(blocked)
+        fail(block)
         copies = Copies(mirror, run, monkeypatch)
         copies.thread.start(is_required=True)
         assert "1 of 1" in copies.thread.finish(LONG_S, on_wait)
@@ -250,7 +250,7 @@ def test_a_mirror_unreachable_at_the_start_is_claimed_later(
     """This requires that the mirror has no newer checkpoints."""
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 2) as other:
         if ahead is not None:
-            copied(mirror, other, ahead)
+            copy_checkpoints(mirror, other, ahead)
         is_cut = iter([True])
         fail(lambda operation, path: cut(operation) if next(is_cut, False) else None)
         copies = Copies(mirror, run, monkeypatch)
@@ -310,7 +310,7 @@ def test_a_non_string_writer_is_unknown(mirror: Mirror) -> None:
 
 def test_folders_with_other_names_are_not_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2) as run:
-        copied(mirror, run, 1, 2)
+        copy_checkpoints(mirror, run, 1, 2)
     complete = mirror.checkpoints(UID)
     assert [mirrored_update(name) for name in complete] == [2, 1]
     for name in ("update-1-0123456789abcdef", "update-0000000003-0123456789ABCDEF", "update-0000000004"):
@@ -324,7 +324,7 @@ def test_folders_with_other_names_are_not_checkpoints(mirror: Mirror, tmp_path: 
 def test_pruning_keeps_newest_selected_and_newer_copies(mirror: Mirror, tmp_path: Path) -> None:
     """Copies may be newer than the checkpoints of this process."""
     with machine(tmp_path, *range(1, 6)) as run:
-        copied(mirror, run, *range(1, 6))
+        copy_checkpoints(mirror, run, *range(1, 6))
     of_update = {mirrored_update(name): name for name in mirror.checkpoints(UID)}
     running = "update-0000000009-0123456789abcdef"
     mirror.store.write(f"{UID}/{running}/model.safetensors", b"is being uploaded by another process")
@@ -346,7 +346,7 @@ def test_pruning_needs_a_constant_number_of_requests(mirror: Mirror, tmp_path: P
     counts = []
     with machine(tmp_path, *range(1, 10)) as run:
         for last in (4, 9):
-            copied(mirror, run, *range(1, last + 1))
+            copy_checkpoints(mirror, run, *range(1, last + 1))
             names = mirror.store.names(UID)
             counts.append((requests(names), requests(names[1:])))
     assert counts[0] == counts[1]
@@ -354,7 +354,7 @@ def test_pruning_needs_a_constant_number_of_requests(mirror: Mirror, tmp_path: P
 
 def test_pruning_removes_the_manifest_first(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
-        copied(mirror, run, 1, 2, 3)
+        copy_checkpoints(mirror, run, 1, 2, 3)
     FaultyStorage.calls.clear()
     mirror.prune(UID, [], 2)
     removed = [path for operation, path in FaultyStorage.calls if operation == "remove"]
@@ -368,7 +368,7 @@ def test_the_best_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> 
         state = {**given.state, "bests": [[0.5, 2], [0.1, 9], "x", [1]], "kept": [1, "y", True, -1, 4]}
         facts = {**given.facts, "run_uid": UID, "metrics_bytes": 10}
         save(run.checkpoints, replace(given, state=state, facts=facts))
-        copied(mirror, run, 1, 2, 3, 4)
+        copy_checkpoints(mirror, run, 1, 2, 3, 4)
         with machine(tmp_path / "b") as there:
             reports: list[str] = []
             fetch_checkpoints(mirror, there, reports.append, reports.append)
@@ -385,7 +385,7 @@ def test_the_best_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> 
 def test_incomplete_metrics_do_not_prevent_a_resume(mirror: Mirror, tmp_path: Path) -> None:
     """A warning reports them."""
     with machine(tmp_path / "a", 2) as run:
-        copied(mirror, run, 2)
+        copy_checkpoints(mirror, run, 2)
         (name,) = mirror.checkpoints(UID)
         mirror.store.write(f"{UID}/{name}/metrics.jsonl", b"123456789\n")
         with machine(tmp_path / "b") as there:
@@ -406,7 +406,7 @@ def test_a_run_without_metrics_is_copied(mirror: Mirror, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["../state.json", ".hidden", "a/b", 3])
 def test_a_manifest_with_a_path_is_damaged(mirror: Mirror, tmp_path: Path, name: object) -> None:
     with machine(tmp_path, 1) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         (there,) = mirror.checkpoints(UID)
         manifest = json.loads(mirror.store.read(f"{UID}/{there}/MANIFEST.json", 1 << 20) or b"")
         manifest["files"][0]["name"] = name

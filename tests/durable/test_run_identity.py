@@ -22,7 +22,7 @@ MINE, OTHERS = ("6dd94ac0ffcca0ce3a530174dfec9b81", "5d9677014f13f3579791c3923b7
 RUN = RunIdentity(frozenset({"mine"}), MINE)
 
 
-def saved(folder: Path, update: int, **facts: Any) -> LoadedCheckpoint:
+def save_and_load(folder: Path, update: int, **facts: Any) -> LoadedCheckpoint:
     return checkpoint.load(save(folder, dataclasses.replace(snapshot(update), facts=facts)))
 
 
@@ -44,7 +44,7 @@ def test_an_invalid_uid_is_ignored(tmp_path: Path, value: Any) -> None:
     assert read_identity(record, "mine").uid is None
     assert read_identity(record, "mine").adopted == {OTHERS}
     assert read_identity(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
-    loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
+    loaded = save_and_load(tmp_path, 1, run_id="mine", run_uid=value)
     assert verify(loaded.path, RUN) == [], "checkpoints of an earlier version have no UID, and must be accepted"
 
 
@@ -58,7 +58,7 @@ def test_the_identity_of_a_run_is_in_its_run_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mine", "renamed"])
 def test_a_checkpoint_of_a_renamed_run_is_accepted(tmp_path: Path, name: str) -> None:
-    saved(tmp_path, 1, run_id=name, run_uid=MINE)
+    save_and_load(tmp_path, 1, run_id=name, run_uid=MINE)
     assert recover(tmp_path, RUN).checkpoint is not None
 
 
@@ -66,14 +66,14 @@ def test_a_checkpoint_of_a_renamed_run_is_accepted(tmp_path: Path, name: str) ->
     "run", [RunIdentity(), RunIdentity(frozenset({"mine"})), RunIdentity(RUN.names, MINE, frozenset({OTHERS}))]
 )
 def test_an_unknown_or_adopted_uid_is_accepted(tmp_path: Path, run: RunIdentity) -> None:
-    saved(tmp_path, 1, run_id="mine", run_uid=OTHERS)
+    save_and_load(tmp_path, 1, run_id="mine", run_uid=OTHERS)
     assert recover(tmp_path, run).checkpoint is not None
 
 
 def test_a_checkpoint_of_a_namesake_run_is_rejected(tmp_path: Path) -> None:
     """The checkpoint stays in the folder."""
-    saved(tmp_path, 1, run_id="mine", run_uid=MINE)
-    saved(tmp_path, 2, run_id="mine", run_uid=OTHERS)
+    save_and_load(tmp_path, 1, run_id="mine", run_uid=MINE)
+    save_and_load(tmp_path, 2, run_id="mine", run_uid=OTHERS)
     for _ in range(2):
         with pytest.raises(IncompatibleResume, match="another run with the same name"):
             recover(tmp_path, RUN)
@@ -87,11 +87,11 @@ def test_a_checkpoint_of_a_namesake_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_another_run_name_is_moved_aside(tmp_path: Path) -> None:
-    saved(tmp_path, 1, run_id="mine", run_uid=MINE)
+    save_and_load(tmp_path, 1, run_id="mine", run_uid=MINE)
     for update, facts in ((2, {"run_uid": OTHERS}), (3, {}), (4, {"run_uid": None})):
-        saved(tmp_path, update, run_id="other", **facts)
+        save_and_load(tmp_path, update, run_id="other", **facts)
     for update, run_id in ((5, []), (6, {}), (7, 7)):
-        saved(tmp_path, update, run_id=run_id)
+        save_and_load(tmp_path, update, run_id=run_id)
     result = recover(tmp_path, RUN)
     assert result.checkpoint is not None
     assert result.checkpoint.update == 1

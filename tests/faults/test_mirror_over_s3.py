@@ -24,7 +24,7 @@ from tests.durable.test_mirror import (
     UID,
     add,
     content,
-    copied,
+    copy_checkpoints,
     fetch_to_empty_machine,
     machine,
     numbers,
@@ -87,19 +87,19 @@ def test_an_interrupted_upload_is_incomplete_until_the_next_upload(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         before = server.num_bytes
-        copied(mirror, run, 2)
+        copy_checkpoints(mirror, run, 2)
         num_bytes = server.num_bytes - before
         for place in sorted(random.Random(seed).sample(range(num_bytes), amount(*CUTS))):
             mirror.store.remove(f"{UID}/{mirrored_name(checkpoint_path(run.checkpoints, 2))}")
             server.cut_after = place
             with suppress(MirrorError):
-                copied(mirror, run, 2)
+                copy_checkpoints(mirror, run, 2)
             tally.tried, server.cut_after = tally.tried + 1, None
             assert numbers(mirror)[-1] == 1
             assert_complete_copies_are_equal(mirror, run)
-            copied(mirror, run, 2)
+            copy_checkpoints(mirror, run, 2)
             assert numbers(mirror) == [2, 1]
             assert_complete_copies_are_equal(mirror, run)
         assert server.num_cuts >= tally.tried // 2, "connections are not cut if fewer bytes were left to copy"
@@ -110,7 +110,7 @@ def test_an_interrupted_download_leaves_no_partial_checkpoint(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     with machine(tmp_path / "a", 1) as run:
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         before = server.num_bytes
         assert_an_empty_machine_receives(1, mirror, run, tmp_path / "b")
         num_bytes = server.num_bytes - before
@@ -167,7 +167,7 @@ def test_clients_retry_throttled_requests_and_no_copy_fails(
     mirror = Mirror(MirrorStore("s3://bucket/runs", "mine"))
     with machine(tmp_path / "a", 1) as run:
         server.throttles = fifth
-        copied(mirror, run, 1)
+        copy_checkpoints(mirror, run, 1)
         assert server.num_throttled > 0
         assert numbers(mirror) == [1]
 

@@ -77,12 +77,12 @@ def test_a_prefetched_batch_is_complete_when_it_is_read() -> None:
     """The reader is slow. Without the wait, it would read too early; without record_stream, a later batch."""
     size = 2**16 if is_stand_in() else 4 * 2**20  # on the stand-in, a race changes no value
 
-    def numbered() -> Iterator[MicroBatch]:
+    def number_batches() -> Iterator[MicroBatch]:
         for number in range(16):
             yield MicroBatch(torch.full((size,), number, dtype=torch.int32).pin_memory(), last=True)
 
     right = []
-    for number, item in enumerate(stream(CUDA.device)(numbered())):
+    for number, item in enumerate(stream(CUDA.device)(number_batches())):
         assert item.batch.device == CUDA.device
         torch.cuda._sleep(20_000_000)  # about 10 ms, during which the next copy runs
         right.append((item.batch == number).sum())

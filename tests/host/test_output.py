@@ -202,12 +202,12 @@ def test_a_terminal_of_another_user_does_not_block_the_end() -> None:
     if pid == 0:
         opened = os.open
 
-        def refusing(path: str, *given: int) -> int:
+        def refuse(path: str, *given: int) -> int:
             if str(path).startswith("/proc/self/fd/"):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return opened(path, *given)
 
-        os.open = refusing  # type: ignore[assignment]
+        os.open = refuse  # type: ignore[assignment]
         with os.fdopen(1, "w") as stream, printing(stream):
             for line in lines_of(400):
                 print(line)
@@ -259,12 +259,12 @@ def test_a_full_disk_drops_lines_until_space_is_free(
 ) -> None:
     path, is_full, write = tmp_path / "out.log", [False], os.write
 
-    def filled(descriptor: int, data: bytes) -> int:
+    def fill_disk(descriptor: int, data: bytes) -> int:
         if is_full[0]:
             raise OSError(refusal, os.strerror(refusal))
         return write(descriptor, data)
 
-    monkeypatch.setattr(os, "write", filled)
+    monkeypatch.setattr(os, "write", fill_disk)
     with path.open("a") as stream, printing(stream):
         print("before")
         is_full[0] = True

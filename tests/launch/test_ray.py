@@ -108,7 +108,7 @@ def command(folder: Path, name: str, *args: str, task: str = TASK) -> list[str]:
     return [sys.executable, "-m", "runner", "train", "--task", str(folder / "fit.py"), *settings, *args]
 
 
-def started(cluster: Any, folder: Path, name: str, *args: str, task: str = TASK) -> subprocess.Popen[str]:
+def start_run(cluster: Any, folder: Path, name: str, *args: str, task: str = TASK) -> subprocess.Popen[str]:
     words = command(folder, name, "launcher=ray", f"launcher.address={cluster.address}", *args, task=task)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONLY_FOR_THE_COMMAND": "x"}
     return subprocess.Popen(
@@ -137,7 +137,7 @@ TWO = ("launcher.nodes=2", "parallelism=ddp")
 def test_two_nodes_train_like_one_process(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "pair", *TWO)
+    run = start_run(cluster, tmp_path, "pair", *TWO)
     out, _ = run.communicate()
     assert run.returncode == 0, out
     assert losses(tmp_path, "pair") == pytest.approx(alone, rel=SAME_CURVE)
@@ -146,7 +146,7 @@ def test_two_nodes_train_like_one_process(
 def test_after_a_node_is_lost_the_run_resumes_on_another(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "moved", *TWO, task=change_loss(UNTIL_RELEASED))
+    run = start_run(cluster, tmp_path, "moved", *TWO, task=change_loss(UNTIL_RELEASED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/moved/checkpoints").glob("update-*")), "the first checkpoint")
         cluster.remove_node(nodes.pop(), allow_graceful=False)
@@ -163,13 +163,13 @@ def test_after_a_node_is_lost_the_run_resumes_on_another(
 def test_a_stopped_run_is_resumed_by_the_same_command(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "stopped", *TWO, task=change_loss(UNTIL_STOPPED))
+    run = start_run(cluster, tmp_path, "stopped", *TWO, task=change_loss(UNTIL_STOPPED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/stopped/checkpoints").glob("update-*")), "the first checkpoint")
         run.terminate()
         out, _ = run.communicate()
         assert run.returncode == 75, out
-        again = started(cluster, tmp_path, "stopped", *TWO)
+        again = start_run(cluster, tmp_path, "stopped", *TWO)
         out, _ = again.communicate()
     finally:
         run.kill()
@@ -178,7 +178,7 @@ def test_a_stopped_run_is_resumed_by_the_same_command(
 
 
 def test_a_second_signal_leaves_no_rank(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "forced", *TWO, task=change_loss(FOREVER))
+    run = start_run(cluster, tmp_path, "forced", *TWO, task=change_loss(FOREVER))
     try:
         wait_until(lambda: any((tmp_path / "outputs/forced/checkpoints").glob("update-*")), "the first checkpoint")
         pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
@@ -201,7 +201,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_exit_code_is_that_of_the_failed_rank(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "failing", *TWO, task=change_loss(FAIL))
+    run = start_run(cluster, tmp_path, "failing", *TWO, task=change_loss(FAIL))
     out, _ = run.communicate()
     assert run.returncode == 70, out
     assert "RANK_1_FAILS" in out
@@ -231,7 +231,7 @@ def test_a_trial_of_a_lost_node_resumes_on_another(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
     trials = [tmp_path / f"outputs/cut/cut-{number}" for number in (1, 2)]
-    sweep = started(cluster, tmp_path, "cut", "-m", "seed=0,1", "together=2", task=change_loss(UNTIL_RELEASED))
+    sweep = start_run(cluster, tmp_path, "cut", "-m", "seed=0,1", "together=2", task=change_loss(UNTIL_RELEASED))
     try:
         for trial in trials:
             wait_until(lambda trial=trial: any((trial / "checkpoints").glob("update-*")), "a checkpoint of each trial")
@@ -267,7 +267,7 @@ def test_ranks_of_a_node_see_the_reserved_gpus(cluster: Any, alone: dict[int, fl
     """The ranks train on the CPU, because the GPUs exist only for Ray."""
     node = cluster.add_node(num_cpus=2, num_gpus=2)
     try:
-        run = started(cluster, tmp_path, "gpus", "launcher.gpus_per_node=2", "parallelism=ddp")
+        run = start_run(cluster, tmp_path, "gpus", "launcher.gpus_per_node=2", "parallelism=ddp")
         out, _ = run.communicate()
     finally:
         cluster.remove_node(node)

@@ -66,7 +66,7 @@ def join_as(member: RankInfo) -> None:
         pass
 
 
-def summed(rank: int) -> list[float]:
+def sum_tensors(rank: int) -> list[float]:
     member = RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
     with join_process_group(member, CPU, timeout_s=120.0) as world:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
@@ -77,7 +77,7 @@ def summed(rank: int) -> list[float]:
 
 
 def test_ranks_on_two_machines_sum_their_tensors(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    result = run_in(namespaces, summed, tmp_path)
+    result = run_in(namespaces, sum_tensors, tmp_path)
     assert [one.error for one in result] == ["", ""]
     assert [one.value for one in result] == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 2
 

@@ -35,7 +35,7 @@ class SmiError(Exception):
         return self.code
 
 
-def raising(code: int) -> Any:
+def raise_error(code: int) -> Any:
     def query(*_: object) -> None:
         raise SmiError(code)
 
@@ -76,7 +76,7 @@ def fake(**changes: Any) -> types.ModuleType:
     return module
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AmdSmi:
+def open_smi(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AmdSmi:
     monkeypatch.setitem(sys.modules, "amdsmi", fake(**changes))
     result = open_amd_smi()
     assert result is not None
@@ -84,7 +84,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AmdSmi:
 
 
 def test_an_amd_gpu_has_the_same_readings_as_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(monkeypatch) as smi:
+    with open_smi(monkeypatch) as smi:
         (card,) = smi.gpus
         reading = smi.read(card)
 
@@ -99,15 +99,15 @@ def test_an_amd_gpu_has_the_same_readings_as_nvml(monkeypatch: pytest.MonkeyPatc
 
 
 def test_processes_are_listed_with_their_memory_if_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(monkeypatch) as smi:
+    with open_smi(monkeypatch) as smi:
         assert smi.processes(smi.gpus[0]) == (GpuProcess(77, GIB), GpuProcess(78, None))
-    with opened(monkeypatch, get_gpu_process_list=raising(10)) as smi:
+    with open_smi(monkeypatch, get_gpu_process_list=raise_error(10)) as smi:
         assert smi.processes(smi.gpus[0]) is None
 
 
-@pytest.mark.parametrize("answer", [raising(2), lambda card: {}, lambda card: {"gfx_activity": "N/A"}, None])
+@pytest.mark.parametrize("answer", [raise_error(2), lambda card: {}, lambda card: {"gfx_activity": "N/A"}, None])
 def test_missing_readings_are_none_never_0(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(monkeypatch, get_gpu_activity=answer) as smi:
+    with open_smi(monkeypatch, get_gpu_activity=answer) as smi:
         reading = smi.read(smi.gpus[0])
         assert reading["util_percent"] is None
         assert reading["power_w"] == 251
@@ -116,7 +116,7 @@ def test_missing_readings_are_none_never_0(answer: Any, monkeypatch: pytest.Monk
 
 def test_the_largest_integer_is_not_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"correctable_count": 2**64 - 1, "uncorrectable_count": 0}
-    with opened(monkeypatch, get_gpu_total_ecc_count=lambda card: counts) as smi:
+    with open_smi(monkeypatch, get_gpu_total_ecc_count=lambda card: counts) as smi:
         result = smi.read(smi.gpus[0], ["ecc_corrected", "ecc_uncorrected"])
     assert result == {"ecc_corrected": None, "ecc_uncorrected": 0}
 
@@ -127,12 +127,12 @@ def test_the_hot_spot_replaces_a_missing_edge_sensor(monkeypatch: pytest.MonkeyP
             raise SmiError(2)
         return 57
 
-    with opened(monkeypatch, get_temp_metric=sensors) as smi:
+    with open_smi(monkeypatch, get_temp_metric=sensors) as smi:
         assert smi.read(smi.gpus[0], ["temperature_c"]) == {"temperature_c": 57}
 
 
 def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(monkeypatch, get_power_info=raising(10)) as smi:
+    with open_smi(monkeypatch, get_power_info=raise_error(10)) as smi:
         assert smi.read(smi.gpus[0], ["power_w"]) == {"power_w": None}
         assert smi.denied == {smi.gpus[0]: {"power_w"}}
 
@@ -140,7 +140,7 @@ def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert open_amd_smi() is None
-    monkeypatch.setitem(sys.modules, "amdsmi", fake(init=raising(34)))
+    monkeypatch.setitem(sys.modules, "amdsmi", fake(init=raise_error(34)))
     assert open_amd_smi() is None
     monkeypatch.setitem(sys.modules, "amdsmi", fake(get_processor_handles=list))
     with open_driver() as nvml:
@@ -154,11 +154,11 @@ def test_torchs_gpu_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch)
         rocm=True,
         devices=(TorchDevice("AMD Instinct MI210", ADDRESS.lower(), 64 * GIB, None, "gfx90a", 50 * GIB),),
     )
-    with opened(monkeypatch) as smi:
+    with open_smi(monkeypatch) as smi:
         (device,), notes = match_devices(smi, view, {})
         assert (device.uuid, device.free_bytes) == (smi.gpus[0].uuid, 48 * GIB)
         assert smi.find(device.uuid) == smi.gpus[0]
-    with opened(monkeypatch, get_gpu_vram_usage=raising(2)) as smi:
+    with open_smi(monkeypatch, get_gpu_vram_usage=raise_error(2)) as smi:
         (device,), _ = match_devices(smi, view, {})
     assert device.free_bytes == 50 * GIB, "the free memory must be the one that torch reports"
     assert not notes
@@ -170,7 +170,7 @@ def no_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_monitor_reads_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "amdsmi", fake(get_power_info=raising(10)))
+    monkeypatch.setitem(sys.modules, "amdsmi", fake(get_power_info=raise_error(10)))
     with gpu_driver.open_driver() as smi:
         gpus = Gpus(smi, smi.gpus, Host().process_tree)
         readings = gpus.sample()

@@ -34,7 +34,7 @@ def summary_of(
     return Summary(SummaryPart(60.0, 60, result, {}, slowed or {}), {}, {"gpu0": SampledGpu("Tesla T4", "GPU-1")})
 
 
-def said(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
+def verdicts_of(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
     return {verdict.subject: verdict.level for verdict in assess_health(summary, of_run=of_run)}
 
 
@@ -51,7 +51,7 @@ def test_utilization_is_good_from_80_to_100_percent(mean: float, level: str) -> 
 )
 def test_peak_memory_is_good_from_50_to_80_percent(used: float, level: str) -> None:
     summary = summary_of(gpu0_util=90, gpu0_memory_gib=(0, used / 2, used), gpu0_memory_total_gib=10.0)
-    assert said(summary)["GPU 0 memory"] == level
+    assert verdicts_of(summary)["GPU 0 memory"] == level
 
 
 @pytest.mark.parametrize("bands", [UTILIZATION, MEMORY])
@@ -65,14 +65,16 @@ def test_rating_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
 def test_missing_readings_cause_no_verdict() -> None:
     assert assess_health(Summary()) == []
     assert assess_health(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
-    assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
-    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity, there must be no verdict on the memory"
-    assert said(summary_of(cpu_percent=100.0)) == {}, "it is unknown whether a GPU waits for the CPU"
+    assert verdicts_of(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
+    assert verdicts_of(summary_of(gpu0_memory_gib=9.9)) == {}, (
+        "without the capacity, there must be no verdict on the memory"
+    )
+    assert verdicts_of(summary_of(cpu_percent=100.0)) == {}, "it is unknown whether a GPU waits for the CPU"
 
 
 def test_an_idle_gpu_causes_no_advice() -> None:
     summary = summary_of(gpu0_util=0.0, gpu0_memory_gib=0.1, gpu0_memory_total_gib=15.0, cpu_percent=99.0)
-    assert said(summary) == {"GPU 0 utilization": "note"}
+    assert verdicts_of(summary) == {"GPU 0 utilization": "note"}
 
 
 @pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
@@ -86,29 +88,31 @@ def test_throttle_reasons_have_a_share_and_the_temperature(reason: str) -> None:
 
 
 def test_unthrottled_clocks_are_not_mentioned() -> None:
-    assert said(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
+    assert verdicts_of(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
 
 
 def test_other_processes_are_reported_for_runs_and_machines() -> None:
     one, two = (summary_of(gpu0_other_processes=count, gpu0_other_memory_gib=1.5) for count in (1, 2))
-    assert said(one) == said(two) == {"GPU 0 processes": "high"}
-    assert said(one, of_run=False) == {}
-    assert said(two, of_run=False) == {"GPU 0 processes": "high"}
+    assert verdicts_of(one) == verdicts_of(two) == {"GPU 0 processes": "high"}
+    assert verdicts_of(one, of_run=False) == {}
+    assert verdicts_of(two, of_run=False) == {"GPU 0 processes": "high"}
     assert re.findall(r"[\d.]+", assess_health(two)[0].evidence) == ["2", "1.5"]
-    assert said(summary_of(gpu0_other_processes=0)) == {}
+    assert verdicts_of(summary_of(gpu0_other_processes=0)) == {}
 
 
 def test_ram_and_cpu_are_reported_if_limiting() -> None:
-    assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
+    assert verdicts_of(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
-    assert said(busy)["CPU"] == "high"
+    assert verdicts_of(busy)["CPU"] == "high"
     assert "GPU 0 30 %" in next(verdict.evidence for verdict in assess_health(busy) if verdict.subject == "CPU")
-    assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the CPU must not be reported if no GPU waits"
+    assert "CPU" not in verdicts_of(summary_of(cpu_percent=97, gpu0_util=95)), (
+        "the CPU must not be reported if no GPU waits"
+    )
 
 
 def test_only_memory_errors_during_monitoring_count() -> None:
-    assert said(summary_of(gpu0_ecc_uncorrected=(3, 3, 3))) == {}
-    assert said(summary_of(gpu0_ecc_uncorrected=(3, 4, 5)))["GPU 0 memory errors"] == "high"
+    assert verdicts_of(summary_of(gpu0_ecc_uncorrected=(3, 3, 3))) == {}
+    assert verdicts_of(summary_of(gpu0_ecc_uncorrected=(3, 4, 5)))["GPU 0 memory errors"] == "high"
 
 
 def of_gpu0(kind: str, says: str, **facts: object) -> Alert:
@@ -133,7 +137,7 @@ def test_a_driver_error_is_severe_and_reported_once() -> None:
     assert (result[0].subject, result[0].level) == ("GPU 0 error", "high")
     assert result[0].message == what
     ecc = of_gpu0("ecc", "had memory errors that could not be corrected", ecc="uncorrected")
-    assert said(summary_of()) == {}
+    assert verdicts_of(summary_of()) == {}
     assert [verdict.subject for verdict in assess_health(summary_of(), [ecc])] == ["GPU 0 memory errors"]
     counted = assess_health(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
     assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "one verdict for both reports"

@@ -18,7 +18,7 @@ MODEL = nn.Linear(3, 3)
 
 
 @contextmanager
-def watched(waits: Any) -> Iterator[None]:
+def watch(waits: Any) -> Iterator[None]:
     waits.start()
     try:
         yield
@@ -34,14 +34,14 @@ def test_torchs_sync_warnings_are_located(monkeypatch: pytest.MonkeyPatch) -> No
     waits = DeviceWaits(MODEL, lambda file: file == __file__)
     with warnings.catch_warnings(record=True) as others:
         warnings.simplefilter("always")
-        with watched(waits):
+        with watch(waits):
             for _ in range(2):
                 warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
                 warnings.warn("mind the gap", stacklevel=1)
                 waits.update()
     (wait,) = waits.table()
     assert (wait.per_update, wait.in_task) == (1.0, True)
-    assert "test_sync_warnings_of_torch" in wait.place
+    assert "test_torchs_sync_warnings" in wait.place
     assert {str(other.message) for other in others} == {"mind the gap"}
     assert modes == ["warn", 0]
 
@@ -57,7 +57,7 @@ def test_a_wait_after_backward_is_not_attributed_to_the_caller(monkeypatch: pyte
 
     loss = MODEL(torch.ones(2, 3)).sum()
     loss.grad_fn.register_prehook(hold_back)
-    with watched(waits):
+    with watch(waits):
         loss.backward()
         warn()  # outside of the backward pass, the caller is named
         # raises an error unless it is filtered

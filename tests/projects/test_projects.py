@@ -127,7 +127,7 @@ def read(task: Any, dataset: Any, split: str, epoch: int, indices: list[int], fi
     return task.collate(samples)
 
 
-def drawn(sampler: Sampler, epoch: int) -> list[int]:
+def draw_order(sampler: Sampler, epoch: int) -> list[int]:
     return [index for update in range(sampler.updates_per_epoch) for index in sampler.draw(SEED, epoch, update)]
 
 
@@ -139,7 +139,7 @@ def order_of(dataset: Any, settings: dict[str, Any]) -> Callable[[int], Any]:
         num_samples=len(dataset), global_batch_size=settings["global_batch_size"], drop_last=False,
         weights=list, lengths=lambda: np.asarray(dataset.lengths), sizes=list,
     )  # fmt: skip
-    return partial(drawn, length_buckets(facts, bucket=settings["sampler.bucket"]))
+    return partial(draw_order, length_buckets(facts, bucket=settings["sampler.bucket"]))
 
 
 def batches_of_data_set(task: Any, settings: dict[str, Any]) -> Iterator[Any]:

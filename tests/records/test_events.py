@@ -143,13 +143,13 @@ def test_an_incomplete_line_is_ended_before_the_next_one(tmp_path: Path, monkeyp
     """A full disk has cut the line."""
     write, free = os.write, [10, 0, 0, 1 << 20]  # bytes that each call writes; 0 means failure
 
-    def limited(descriptor: int, data: bytes) -> int:
+    def write_limited(descriptor: int, data: bytes) -> int:
         if not (num_free := free.pop(0)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data[:num_free])
 
     events = Events(tmp_path / "events.jsonl")
-    monkeypatch.setattr(os, "write", limited)
+    monkeypatch.setattr(os, "write", write_limited)
     for update in range(4):
         events.record("saved", update=update)
     monkeypatch.undo()

@@ -21,13 +21,13 @@ FULL = Evidence(
 )  # fmt: skip
 
 
-def left_by(folder: Path, content: Any) -> Evidence | None:
+def read_back(folder: Path, content: Any) -> Evidence | None:
     (folder / "run.json").write_text(json.dumps(content))
     return read_record(folder).evidence
 
 
 def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    assert left_by(tmp_path, {"evidence": encode(FULL)}) == FULL
+    assert read_back(tmp_path, {"evidence": encode(FULL)}) == FULL
 
 
 def test_update_times_are_stored_once() -> None:
@@ -41,18 +41,18 @@ def test_update_times_are_stored_once() -> None:
 
 def test_missing_evidence_is_none(tmp_path: Path) -> None:
     assert read_record(tmp_path).evidence is None
-    assert left_by(tmp_path, {"name": "first"}) is None
+    assert read_back(tmp_path, {"name": "first"}) is None
 
 
 def test_missing_values_are_unknown_and_never_zero(tmp_path: Path) -> None:
-    result = left_by(tmp_path, {"evidence": {}})
+    result = read_back(tmp_path, {"evidence": {}})
     assert result is not None
     assert all(getattr(result, each.name) in (None, {}, ()) for each in fields(result))
 
 
 @pytest.mark.parametrize("wrong", ["many", True, [1], {"a": 1}, 0.5])
 def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
-    result = left_by(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
+    result = read_back(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
     assert result == Evidence()
 
 

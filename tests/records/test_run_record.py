@@ -49,19 +49,19 @@ FULL = RunRecord(
 )
 
 
-def left_by(folder: Path, content: Any) -> RunRecord:
+def read_back(folder: Path, content: Any) -> RunRecord:
     (folder / "run.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return read_record(folder)
 
 
-def lost(before: Any, now: Any, name: str = "run") -> Iterator[str]:
+def missing_values(before: Any, now: Any, name: str = "run") -> Iterator[str]:
     """Yield the dotted names of values in `before` that are missing in `now`; new keys of objects are ignored."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key, value in before.items():
-            yield from lost(value, now.get(key), f"{name}.{key}")
+            yield from missing_values(value, now.get(key), f"{name}.{key}")
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, value in enumerate(before):
-            yield from lost(value, now[number], f"{name}.{number}")
+            yield from missing_values(value, now[number], f"{name}.{number}")
     elif before != now:
         yield name
 
@@ -75,7 +75,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    result = left_by(tmp_path, to_json(FULL.to_json()))
+    result = read_back(tmp_path, to_json(FULL.to_json()))
     assert result == FULL
     assert (result.problem, result.wrong, result.version) == ("", (), VERSION)
 
@@ -88,7 +88,7 @@ def test_an_error_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"state": ', "null"])
 def test_a_damaged_file_is_unknown_and_reported(tmp_path: Path, content: str) -> None:
-    result = left_by(tmp_path, content)
+    result = read_back(tmp_path, content)
     assert result == RunRecord()
     assert result.problem
     assert not result.is_known
@@ -103,7 +103,7 @@ def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [each for each in FULL.to_json() if each != "version"])
 def test_an_invalid_value_does_not_affect_other_values(tmp_path: Path, key: str) -> None:
     content = FULL.to_json()
-    result = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
+    result = read_back(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
     rest = result.to_json()
     assert rest[key] == "3" or key in result.wrong  # a string may be valid for a key that is None
     assert bool(result.wrong) == bool(result.problem)
@@ -113,7 +113,7 @@ def test_an_invalid_value_does_not_affect_other_values(tmp_path: Path, key: str)
 
 
 def test_known_fields_of_a_newer_version_are_read(tmp_path: Path) -> None:
-    result = left_by(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
+    result = read_back(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
     assert dataclasses.replace(result, version=VERSION) == FULL
     assert str(VERSION + 1) in result.problem
 
@@ -123,7 +123,7 @@ def test_a_run_of_version_1_is_read_completely(root: Path) -> None:
     content = json.loads((OLD / "run.json").read_text())
     assert (result.problem, result.wrong) == ("", ())
     again = json.loads(to_json(result.to_json()))
-    assert list(lost(content, again)) == []
+    assert list(missing_values(content, again)) == []
     assert derive_state(result).word == "finished"
 
 

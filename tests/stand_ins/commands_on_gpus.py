@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.gpu.runs import TASK
 from tests.nvml_stub import DRIVER, GIB, SLICED, State, as_text, gpu
-from tests.stand_ins.cuda.devices import MACHINES, MIG, VARIABLE, encoded
+from tests.stand_ins.cuda.devices import MACHINES, MIG, VARIABLE, encode
 from tests.stand_ins.cuda.install import describe
 
 COMMANDS = {
@@ -118,7 +118,7 @@ def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
     result = {}
     for name, scenario in SCENARIOS.items():
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ.update({VARIABLE: encoded(MACHINES[scenario.machine]), **scenario.variables})
+        os.environ.update({VARIABLE: encode(MACHINES[scenario.machine]), **scenario.variables})
         describe()
         (folder / "state").unlink(missing_ok=True)
         (folder / "state").write_text(as_text(scenario.state))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import CompletedCommand, ForkServer
-from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
+from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encode
 from tests.stand_ins.cuda.environment import environment
 from tests.stand_ins.cuda.install import REPORT
 
@@ -60,7 +60,7 @@ class StandIn:
 
 
 def _env(machine: str, counted: Path | None) -> dict[str, str]:
-    return {VARIABLE: encoded(MACHINES[machine])} | ({REPORT: str(counted)} if counted else {})
+    return {VARIABLE: encode(MACHINES[machine])} | ({REPORT: str(counted)} if counted else {})
 
 
 def read(counted: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from tests.faults.test_ranks import curves
 from tests.faults.test_signals_of_runs import straight
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.build import why_not
-from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
+from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encode
 from tests.stand_ins.cuda.environment import ROOT, environment
 from tests.stand_ins.failing_tests import find_failing
 from tests.stand_ins.forked import DESCRIBE, StandIn, read
@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built"),
     pytest.mark.timeout(300),
 ]
-MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
+MACHINE = {VARIABLE: encode(MACHINES["h100x8"])}
 FAILING = Path(__file__).with_name("task_that_fails.py")
 EXACT = "precision=fp32"  # computes like the CPU, because losses are compared
 

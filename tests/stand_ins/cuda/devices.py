@@ -63,9 +63,9 @@ MACHINES: dict[str, tuple[Device, ...]] = {
 }
 
 
-def encoded(devices: Sequence[Device]) -> str:
+def encode(devices: Sequence[Device]) -> str:
     return json.dumps([{**asdict(device), "number": number} for number, device in enumerate(devices)])
 
 
-def decoded(text: str) -> tuple[Device, ...]:
+def decode(text: str) -> tuple[Device, ...]:
     return tuple(Device(**{**each, "capability": tuple(each["capability"])}) for each in json.loads(text))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.stand_ins.cuda.build import PRELOADED, built
-from tests.stand_ins.cuda.devices import VARIABLE, Device, encoded
+from tests.stand_ins.cuda.devices import VARIABLE, Device, encode
 from tests.stand_ins.cuda.install import REPORT
 
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ def environment(devices: Sequence[Device], report: Path | None = None) -> dict[s
     folder = built()
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     added = {
-        VARIABLE: encoded(devices),
+        VARIABLE: encode(devices),
         "LD_PRELOAD": str(folder / PRELOADED),
         "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(ROOT), str(folder), *inherited]),
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.stand_ins.cuda.batch_norm import give_batch_norm
-from tests.stand_ins.cuda.devices import VARIABLE, Device, decoded
+from tests.stand_ins.cuda.devices import VARIABLE, Device, decode
 
 REPORT = "STAND_IN_REPORT"  # folder in which each process writes its counts
 
@@ -81,7 +81,7 @@ def describe() -> None:
 
     if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
         raise RuntimeError("CUDA was used before its devices were described")
-    _DEVICES[:] = _visible(decoded(os.environ[VARIABLE]))
+    _DEVICES[:] = _visible(decode(os.environ[VARIABLE]))
     _stand_in.set_num_devices(len(_DEVICES))
     for index, device in enumerate(_DEVICES):
         _stand_in.set_device_memory(index, device.memory, int(device.context_gib * 2**30))
