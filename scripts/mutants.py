@@ -100,7 +100,8 @@ FRESH = {
     "skipped_before": "0", "closed": "False", "bests": "[]", "changes": "[]", "code": "{}",
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
-RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # detects most fields that are not restored
+# This test detects most fields that are not restored.
+RESUME_LAWS = ("tests/faults/test_resume_state.py::test_checkpoints_of_a_resumed_run",)
 UNKNOWN_S = 120.0
 NONE_LEFT = 5  # pytest: all tests were deselected
 PROCESS_LIMIT_S = 45.0  # in addition to four times the recorded time, because tests are slower on a busy machine
