@@ -19,8 +19,8 @@ import torch
 PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative error of an update, however divided; docs/losses.md
 PROMISED_OF_TASKS = 1e-9  # error of shipped tasks in float64, relative to the largest weight change; docs/own-task.md
 # Relative error of weights trained by Adam in float64. Rounding errors are relative to the largest gradient, but Adam
-# divides each gradient by its own magnitude. If that is a thousandth of the largest one, the relative error is a
-# thousand times larger.
+# divides each gradient by its own magnitude. If its magnitude is a thousandth of the largest one, the relative error is
+# a thousand times larger.
 ADAPTIVE = 1e3 * PROMISED[torch.float64]
 
 

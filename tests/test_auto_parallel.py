@@ -135,7 +135,7 @@ def test_layers_may_share_weights_and_return_structures() -> None:
     model = Tied().double().eval()
     tokens = torch.randint(0, 5, (6, 3))
     expected = model(tokens, scale=2.0)
-    piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # no dropout, also in layers
+    piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # also disables the dropout in layers
     result = piped(tokens, scale=2.0)
     assert type(result) is Parts
     torch.testing.assert_close(result.logits, expected.logits)

@@ -1,4 +1,4 @@
-"""A test task with dropout, random augmentation and a varying number of items; it can kill its own process."""
+"""A test task that can kill its own process, with dropout, random augmentation and a varying number of items."""
 
 import os
 import signal

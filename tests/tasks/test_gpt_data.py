@@ -341,7 +341,7 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
 def test_end_of_document_token_of_token_shards(
     vocab_size: int | None, end: int | None, shards: Path, tmp_path: Path
 ) -> None:
-    """It is known only for GPT-2, also if padded as in nanoGPT. In other encodings, the last token is ordinary."""
+    """The token is known only for GPT-2, even if padded as in nanoGPT; other encodings end with an ordinary token."""
     assert open_bytes(shards, tmp_path, vocab_size=vocab_size).tokenizer.end == end
 
 

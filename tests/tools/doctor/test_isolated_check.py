@@ -200,7 +200,7 @@ def test_findings_have_a_check_reason_and_duration(tmp_path: Path) -> None:
     def slow(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("one", "fine")
         context.clock.now += 0.25  # type: ignore[attr-defined]
-        yield CheckResult("warn", "two", "odd", "mend it", "for another reason")
+        yield CheckResult("warn", "two", "odd", "fix it", "for another reason")
 
     one, two = run_all(tmp_path, slow=slow)["slow"]
     assert (one.why, two.why) == ("because", "for another reason")
