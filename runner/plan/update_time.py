@@ -36,6 +36,7 @@ from runner.workload import partition
 # 2022, table 3: 46 %; Korthikanti et al., 2022, table 5: 42 to 57 %).
 PRODUCT_EFFICIENCY = {(8, 0): 0.75, (9, 0): 0.57}
 FP32_PRODUCT_EFFICIENCY = {(9, 0): 0.76}
+LIMITED_PRODUCT_EFFICIENCY = {"tesla t4": 0.28}  # in 16-bit formats, by name: its power limit of 70 W lowers its clock
 DEFAULT_PRODUCT_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.8  # fraction of the bandwidth of device memory that the STREAM benchmark reaches on GPUs
 FUSED_BYTES = 0.6  # bytes of compiled operators other than products, relative to eager ones
@@ -116,6 +117,8 @@ def _read_rates(device: Mapping[str, Any], precision: str) -> DeviceRates:
     is_half = precision in ("bf16", "fp16") and device.get(PEAK_KEYS[precision])
     known = PRODUCT_EFFICIENCY if is_half else FP32_PRODUCT_EFFICIENCY if precision == "fp32" else {}
     efficiency = known.get(tuple(device.get("capability") or ()), DEFAULT_PRODUCT_EFFICIENCY)
+    if is_half:
+        efficiency = LIMITED_PRODUCT_EFFICIENCY.get(str(device.get("name", "")).lower(), efficiency)
     return DeviceRates(
         scaled(PEAK_KEYS.get(precision, ""), 1e12) or scaled("fp32_tflops", 1e12),
         scaled("memory_bandwidth_gb_s"),

@@ -62,6 +62,12 @@ class DecoderTask(Task):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
 
+    def layers(self) -> list[nn.Module]:
+        return [Input(self.model), *self.model.blocks, Output(self.model)]
+
+    def example(self) -> tuple[Tensor]:
+        return (torch.zeros(1, self.model.num_tokens, dtype=torch.long),)
+
 
 class Decoder(nn.Module):
     """Map tokens (B, T) to logits (B, T, V)."""
@@ -94,6 +100,29 @@ class Decoder(nn.Module):
             x = block(x)
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
+
+
+class Input(nn.Module):
+    """Map tokens (B, T) to the input of the first block (B, T, C)."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.embedding, self.positions = model.embedding, model.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        return x if self.positions is None else x + self.positions.weight[: tokens.shape[1]]
+
+
+class Output(nn.Module):
+    """Map the output of the last block (B, T, C) to logits (B, T, V)."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.norm, self.output = model.norm, model.embedding if model.output is None else model.output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.output.weight)
 
 
 class Block(nn.Module):

@@ -5,8 +5,8 @@
 
 Needs no GPU. Each row plans the published model (decoder.py), batch and strategy with a hardware profile, as
 `accel-run plan` does. Rows marked with * were used to calibrate the constants of runner/plan/update_time.py:
-MPT 1b and GPT-2 124M in fp32 for the efficiency of products, GPT-2 124M for the bytes of compiled operators, GPT tiny
-and GPT-2 124M with memory=selective for launch times.
+MPT 1b, GPT-2 124M in fp32 and GPT 11M for the efficiency of products, GPT-2 124M for the bytes of compiled operators,
+GPT tiny and GPT-2 124M with memory=selective for launch times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,6 +32,7 @@ from runner.plan.memory_fit import Demand
 from runner.plan.planner import make_plan, planning_inventory
 from runner.plan.run_plan import Plan
 from runner.plan.update_time import (
+    BUBBLE,
     COMMUNICATION,
     LAUNCHES,
     OPTIMIZER,
@@ -47,21 +49,43 @@ TASK = Path(__file__).with_name("decoder.py")
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
+TRANSFORMERS = "huggingface/transformers 4.16, docs/source/performance.md, NVlink"
+DIST_TRAINER = "hl3816-ops/dist-trainer, kaggle_kernel/benchmark_results.json at commit bf04f82"
+DLPERF = "Oneflow-Inc/DLPerf, OneFlow/LanguageModeling/GPT/README.md"
 OWN = "docs/results/2026-11-26-h200.md"
 OWN_RUNS = "docs/results/2026-11-26-h200-predictions.md"
 OWN_H100 = "docs/results/2026-11-27-gpus.md"
 CHECKPOINT = ("memory=checkpoint",)
 HALF_CHECKPOINT = ("memory=checkpoint", "memory.every=2")
 
-PARTS = (PRODUCTS, OTHERS, OPTIMIZER, LAUNCHES, COMMUNICATION)
+PARTS = (PRODUCTS, OTHERS, OPTIMIZER, LAUNCHES, COMMUNICATION, BUBBLE)
+
+# NVIDIA Turing GPU Architecture whitepaper, appendix
+TITAN_RTX = {"memory_gib": 24.0, "fp16_tensor_tflops": 130.5, "fp32_tflops": 16.3, "memory_bandwidth_gb_s": 672.0}
 
 # Facts of devices that differ from those of the profile, as stated by the source of the measurement.
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a100_40gb": ("a100", {"memory_gib": 40.0, "memory_bandwidth_gb_s": 1555.0}),  # A100 datasheet, 40 GB SXM
     "h100_100g": ("h100", {"network_gb_s": 12.5}),
     "h100_10g": ("h100", {"network_gb_s": 1.25}),
     # HBM2e with 2.4 TB/s and 500 W; the peak is "between SXM and NVL", here the mean of 989 and 835 TFLOP/s
     "h100_hbm2e": ("h100", {"memory_gib": 94.0, "memory_bandwidth_gb_s": 2400.0, "bf16_tensor_tflops": 912.0}),
+    "titan_rtx": ("t4", TITAN_RTX | {"link_gb_s": 50.0}),  # two NVLinks of 25 GB/s in each direction
+    "titan_rtx_pcie": ("t4", TITAN_RTX),
+    # Tesla V100 datasheet, SXM2 16 GB; NVLink: half of the rate of both directions; a network adapter of 100 Gbit/s
+    "v100": (
+        "t4",
+        {
+            "memory_gib": 16.0,
+            "capability": [7, 0],
+            "fp16_tensor_tflops": 125.0,
+            "fp32_tflops": 15.7,
+            "memory_bandwidth_gb_s": 900.0,
+            "link_gb_s": 150.0,
+            "network_gb_s": 12.5,
+            "gpus_per_machine": 8,
+        },
+    ),
 }
 
 
@@ -124,7 +148,8 @@ class Row:
 
     def all_overrides(self) -> list[str]:
         micro, steps, ranks = self.batch
-        strategy = [f"parallelism.world_size={ranks}"]
+        given = any(override.startswith("parallelism.world_size=") for override in self.overrides)
+        strategy = [] if given else [f"parallelism.world_size={ranks}"]
         if not any(override.startswith("parallelism=") for override in self.overrides):
             strategy = ["parallelism=fsdp", "parallelism.communicate=bfloat16", *strategy]
         return [
@@ -146,6 +171,27 @@ def llm_foundry_row(
     return Row(
         name + (", recomputed" if more else ""), FOUNDRY, profile, MPT[model], num_tokens, batch, tokens_per_s,
         overrides=more, is_calibration=is_calibration,
+    )  # fmt: skip
+
+
+def tiny_gpt_row(num_gpus: int, precision: str, samples_per_s: float, *more: str) -> Row:
+    """Return a row of dist-trainer: 64 samples of 128 characters per update; attention from separate operators."""
+    name = f"GPT 11M, {precision}, {num_gpus} x T4" + (", recomputed" if more else "")
+    strategy = ("parallelism=ddp",) if num_gpus > 1 else ()
+    return Row(
+        name, DIST_TRAINER, "t4", Model(6, 384, 6, 65), 128, (64 // num_gpus, 1, num_gpus), seconds=64 / samples_per_s,
+        overrides=(*strategy, f"precision={precision}", "attention=math", "dataloader.num_workers=0", *more),
+        is_calibration=(num_gpus, precision, more) == (1, "fp16", ()),
+    )  # fmt: skip
+
+
+def oneflow_row(batch: tuple[int, int, int], seconds: float, *more: str) -> Row:
+    """Return a row of OneFlow's GPT benchmark: fused operators, recomputed blocks; `batch` as in Row, per pipeline."""
+    strategy = more or (("parallelism=ddp",) if batch[2] > 1 else ())
+    name = f"GPT 0.5B, {batch[2] * (4 if more else 1)} x V100" + (", 8 pipelines of 4 stages" if more else "")
+    return Row(
+        name, DLPERF, "v100", Model(16, 1536, 16, 50688), 2048, batch, seconds=seconds,
+        overrides=(*CHECKPOINT, "precision=fp16", "attention=efficient", "compile=regional", *strategy),
     )  # fmt: skip
 
 
@@ -198,6 +244,17 @@ ROWS = [
     Row("GPT-2 124M, nanoGPT, 8 x A100 40 GB", "karpathy/nanoGPT, README.md: 600,000 updates in about 4 days",
         "a100_40gb", GPT2, 1024, (12, 5, 8), seconds=4 * 86400 / 600_000,
         overrides=("parallelism=ddp", "compile=default", "attention=math")),
+    *(tiny_gpt_row(*each) for each in (
+        (1, "fp32", 368.0), (1, "fp16", 952.2), (2, "fp32", 658.6), (2, "fp16", 1475.3))),
+    *(tiny_gpt_row(*each, *CHECKPOINT) for each in (
+        (1, "fp32", 289.4), (1, "fp16", 751.8), (2, "fp32", 528.8), (2, "fp16", 1189.1))),
+    Row("GPT-2 124M, fp32, 2 x TITAN RTX, NVLink", TRANSFORMERS, "titan_rtx", GPT2, 1024, (4, 1, 2),
+        seconds=101.9003 / 200, overrides=("parallelism=ddp", "precision=fp32", "attention=math")),
+    Row("GPT-2 124M, fp32, 2 x TITAN RTX, PCIe", TRANSFORMERS, "titan_rtx_pcie", GPT2, 1024, (4, 1, 2),
+        seconds=131.4367 / 200, overrides=("parallelism=ddp", "precision=fp32", "attention=math")),
+    *(oneflow_row(*each) for each in (
+        ((2, 1, 1), 0.40616), ((2, 1, 8), 0.417952), ((2, 1, 16), 0.489674), ((2, 1, 32), 0.518642),
+        ((2, 32, 8), 4.006318, "parallelism=pipeline", "parallelism.world_size=32", "parallelism.stages=4"))),
 ]  # fmt: skip
 
 DDP = ("parallelism=ddp",)
@@ -241,7 +298,7 @@ def write_profiles(folder: Path) -> None:
 def table(rows: Sequence[Row], config_dir: Path) -> Iterator[str]:
     """Yield the lines of the table in Markdown."""
     yield f"| ms | measured | predicted | ratio | {' | '.join(PARTS)} |"
-    yield "|" + "---|" * 9
+    yield "|" + "---|" * (4 + len(PARTS))
     errors: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
         time = predict(row, config_dir)
@@ -268,10 +325,11 @@ def reducer_table(config_dir: Path) -> Iterator[str]:
     accel-run copies gradients into its buckets, which then are the gradients, and sends one more message.
     DistributedDataParallel copies them into its buckets and back by default. With gradient_as_bucket_view=True, it
     still copies in one direction, because gradients that `zero_grad` has set to None are created outside of the buckets
-    (torch 2.13).
+    (torch 2.13). The message has the loss and the number of items. A loop with DistributedDataParallel needs it for the
+    same results if the ranks have unequal numbers of items.
     """
-    yield "| ms | update | exposed | accel-run | DDP | DDP with gradient_as_bucket_view |"
-    yield "|" + "---|" * 6
+    yield "| ms | update | exposed | accel-run | DDP | DDP with gradient_as_bucket_view | the same and the message |"
+    yield "|" + "---|" * 7
     for row in REDUCER_ROWS:
         plan, demand, rates = trace(row, config_dir)
         time = predict_phase_time(plan, plan.selected[0], demand, rates)
@@ -280,11 +338,15 @@ def reducer_table(config_dir: Path) -> Iterator[str]:
         assert ring is not None, "the profile has the links"
         copy = device.access_time(2 * sum(demand.model.buckets))
         exposed = time.part(COMMUNICATION) - copy
-        added = [copy + ring.reduce(16), 2 * copy, copy]
+        message = ring.reduce(16)
+        added = [copy + message, 2 * copy, copy, copy + message]
         bare = time.seconds - copy
         cells = [format_ms(bare), format_ms(exposed)]
         cells += [f"+ {format_ms(each)} ({each / bare:.1%})" for each in added]
         yield f"| {row.name} | {' | '.join(cells)} |"
+    yield ""
+    yield "Without the host time of the reducer, which matters if the host limits the update: an update of a 64-64-10"
+    yield "MLP on two CPU ranks takes 1.16 to 1.24 times as long as with DDP (2026-11-27-versions-two-cpu-cores.md)."
 
 
 def main() -> None:
