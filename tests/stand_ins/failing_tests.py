@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # Matches code that starts several ranks: command-line arguments, or calls that join a process group.
-HAS_RANKS = re.compile(r"world_size=(?!1\b)|nproc-per-node|\bstarted_elsewhere\(|\bjoin_process_group\(")
+HAS_RANKS = re.compile(r"world_size=(?!1\b)|nproc-per-node|\brank_function\(|\bjoin_process_group\(")
 HELPERS = {  # imported module: code that a test with several ranks contains
     "tests.distributed.ranks": "run_ranks(",
     "tests.faults.cells": "cells(",
