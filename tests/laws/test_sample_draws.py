@@ -224,7 +224,7 @@ def test_late_first_draws_are_detected(generator: str) -> None:
         keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
-    # In one batch of reversed order, the first sample that draws is read later, together with different samples.
+    # In one batch of reversed order, the first sample that draws has a different position and batch.
     forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
     assert forwards == backwards
     assert len({tuple(numbers) for numbers in forwards.values()}) == 11
