@@ -14,10 +14,10 @@ PLANTED = {
     "dataclass": ("runner/base/a.py", f"@dataclass(frozen=True)\nclass A:\n{FIELDS}"),
     "function": ("runner/base/a.py", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
     "layer": ("runner/base/a.py", "def f():\n    from runner.engine.update.loop import train"),
-    "layer of a type": ("runner/base/a.py", "if TYPE_CHECKING:\n    import runner.engine.update.loop"),
-    "layer of a task": ("tasks/mine/task.py", "from runner.base import world"),
-    "layer of an axis": ("runner/axes/precision.py", "from runner.axes.memory import MEMORY"),
-    "layer of nothing": ("runner/elsewhere/a.py", ""),
+    "layer (import for type checking)": ("runner/base/a.py", "if TYPE_CHECKING:\n    import runner.engine.update.loop"),
+    "layer (task imports more than its contract)": ("tasks/mine/task.py", "from runner.base import world"),
+    "layer (axis imports an axis)": ("runner/axes/precision.py", "from runner.axes.memory import MEMORY"),
+    "layer (package missing from FLOORS)": ("runner/elsewhere/a.py", ""),
 }
 
 
@@ -61,7 +61,8 @@ def test_code_within_the_limits_is_allowed() -> None:
     assert list(findings([parse(path, text) for path, text in texts.items()])) == []
 
 
-def test_local_imports_count_except_in_commands() -> None:
+def test_the_number_of_local_imports_must_equal_the_limit() -> None:
+    """Imports inside functions of commands are not counted."""
     late = "def f():\n    import a\n    def g():\n        from b import c, d\n"
     modules = [parse("runner/base/a.py", late * MAX_LATE), parse("runner/commands/b.py", late)]
     (found,) = late_imports(modules)

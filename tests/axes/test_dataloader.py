@@ -114,7 +114,7 @@ def assert_gone(numbers: list[int]) -> None:
         except OSError:
             return True
 
-    wait_until(lambda: all(map(is_gone, numbers)), f"all of {numbers} are gone")
+    wait_until(lambda: all(map(is_gone, numbers)), f"all processes of {numbers} are gone")
 
 
 @pytest.mark.slow
@@ -143,7 +143,9 @@ def test_workers_ignore_stop_signals_from_the_start(method: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
-    process, workers = start_workers(method, hangs_at=12)  # two batches per worker are prefetched
+    process, workers = start_workers(
+        method, hangs_at=12
+    )  # sample 5 hangs; it has been requested when the loader is closed after batch 2
     for index in range(3):
         assert read_reply(process, "batch")[0] == str(index)
         if index < 2:
@@ -170,7 +172,7 @@ class Finishing:
         return index
 
 
-def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_killed_if_closing_a_loader_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = Fetcher(list(range(100)), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
     next(iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100))))
@@ -189,7 +191,7 @@ def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.M
 
 
 def test_workers_exit_normally_when_their_loader_is_closed(tmp_path: Path) -> None:
-    """A dataset may have files to finalize, which a killed worker could not do."""
+    """A dataset may have to finalize files, which a killed worker could not do."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
     batches = iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100)))
@@ -229,7 +231,7 @@ def test_spawned_workers_are_kept_between_evaluations() -> None:
     first = evaluate(1)
     more = evaluate(5)
     assert len(set(more)) == 2, "a second worker must start when there is work for it"
-    assert set(evaluate(30, num_read=2)) == set(more), "no worker must start if the evaluation stops early"
+    assert set(evaluate(30, num_read=2)) == set(more), "an evaluation that stops early must not start new workers"
     assert evaluate(4) == [more[0], more[1]] * 2, "the remaining batches of a stopped evaluation must be discarded"
     held_out.dataset.offset = 10**9
     assert evaluate(4) == [pid + 10**9 for pid in [more[0], more[1]] * 2], (
@@ -267,7 +269,7 @@ def test_an_unpicklable_dataset_is_a_task_fault() -> None:
 
 
 class Squares:
-    """Squares of the indices, more than fit into one part of the cache. Samples in `bad` cannot be read."""
+    """Squares of the indices, by default more than the cache reads in one batch. Indices in `bad` raise an error."""
 
     def __init__(self, bad: tuple[int, ...] = (), size: int = 1030) -> None:
         self.bad, self.size = bad, size
@@ -295,7 +297,7 @@ class Doubled(Squares):
         return torch.tensor([*indices, *indices])
 
 
-def test_batches_without_a_row_per_sample_cannot_be_cached() -> None:
+def test_batches_must_have_one_row_per_sample_to_be_cached() -> None:
     fetcher = Fetcher(Doubled(size=8), default_collate, bad_samples="stop")
     with pytest.raises(DataError, match="one row per sample"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
@@ -308,13 +310,13 @@ def test_batches_without_tensors_cannot_be_cached() -> None:
 
 
 class TwoTensors(Squares):
-    """Batches of a tensor with a row per sample, and one with 5 rows."""
+    """Batches of two tensors: one with a row per sample, and one with 5 rows."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [torch.tensor(indices), torch.zeros(5)]
 
 
-def test_the_tensor_without_a_row_per_sample_is_reported() -> None:
+def test_the_tensor_with_a_wrong_number_of_rows_is_reported() -> None:
     fetcher = Fetcher(TwoTensors(size=8), list, bad_samples="stop")
     with pytest.raises(DataError, match="5 rows for 8 samples"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
@@ -345,7 +347,7 @@ class Augmented(Squares):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [partial(default, num_workers=0), partial(default, num_workers=2), thread])
 def test_only_the_fixed_part_of_samples_is_cached(make: Any) -> None:
-    """With every loader, random draws and the epoch are the same as without a cache."""
+    """With every loader, batches are the same as without a cache, including random draws and the epoch."""
     found = []
     for cache in ("memory", "none"):
         fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
@@ -356,7 +358,7 @@ def test_only_the_fixed_part_of_samples_is_cached(make: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_random_fixed_part_is_rejected() -> None:
+def test_a_fixed_part_that_draws_random_numbers_is_rejected() -> None:
     fetcher = Fetcher(Augmented(draws=True), default_collate, bad_samples="stop")
     with pytest.raises(DataError, match="random numbers"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
@@ -381,7 +383,7 @@ def test_a_full_queue_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(queue, "Queue", OftenFull)
     fetcher = Fetcher(Squares(size=40), default_collate, bad_samples="stop")
-    # otherwise, a process would read samples
+    # cached, because `thread` reads uncached samples in a worker process
     reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")
     batches = list(itertools.islice(reader.batches(Order(40, 4, 4, seed=0).from_update(0)), 10))
     reader.close()
@@ -427,7 +429,7 @@ class Exits:
     ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
 )
 def test_running_out_of_file_descriptors_is_reported(code: int, expected: type[Exception]) -> None:
-    """The error differs from that of a dead worker."""
+    """A worker that runs out of file descriptors exits with Exit.SYSTEM, unlike a worker that dies."""
     fetcher = Fetcher(Exits(int(code)), default_collate, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False, start_method="fork")
     with pytest.raises(expected) as caught:
@@ -462,7 +464,7 @@ def make_tensors() -> TensorDataset:
 
 
 class OneByOne(torch.utils.data.Dataset[Any]):
-    """The samples of a dataset, in a class that torch does not define."""
+    """Hides the type of a dataset, so that its samples are read one by one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -490,7 +492,7 @@ def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
 @pytest.mark.parametrize("bad_samples", ["stop", "skip"])
 @pytest.mark.parametrize("name", SETS)
 def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: str) -> None:
-    """Index 5 of 3 samples repeats sample 2."""
+    """With 3 samples, index 5 wraps around to sample 2."""
     result, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
     assert type(result.batch) is type(wanted.batch) is list
     for mine, theirs in zip(result.batch, wanted.batch, strict=True):
@@ -507,14 +509,14 @@ def test_a_batch_of_tensors_takes_one_operation_per_tensor() -> None:
     assert len(operations.names) <= 2 * 3  # including the operations that create the index tensor
 
 
-def test_a_sample_missing_in_a_subset_is_named() -> None:
+def test_the_error_names_the_subset_sample_with_an_invalid_index() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read") as raised:
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
-    assert raised.value.problems[0].where == "", "the error must not name a line of the runner"
+    assert raised.value.problems[0].where == "", "the error must not name a line of code of the runner"
 
 
 class Waiting:
-    """Samples from a file that stays open; reading them waits until another file exists."""
+    """Samples from a file that stays open. Reading a sample waits until the file `awaited` exists."""
 
     def __init__(self, text: Path, awaited: Path | None = None, fails: bool = False) -> None:
         self.text, self.awaited, self.fails = text, awaited, fails
@@ -596,7 +598,7 @@ def test_a_new_loader_reads_its_data_in_workers(numbers: Path) -> None:
 def test_the_second_batch_decides_whether_workers_start(
     numbers: Path, second_s: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading the first batch may take longer because it opens files. The two batches are not adjacent."""
+    """Reading the first batch may take longer because it opens files. Two batches that are not adjacent are read."""
     clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # read in the forked process that measures
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     monkeypatch.setattr(auto_loader, "time", SimpleNamespace(perf_counter=clock.__next__))
@@ -617,7 +619,7 @@ def test_workers_start_before_a_slow_measurement_ends(numbers: Path, tmp_path: P
         assert (loader.num_workers, loader.decision) == (2, "")
         assert (
             len(multiprocessing.active_children()) == 3
-        )  # the worker of the slow measurement may be writing a file of the dataset
+        )  # two workers, and the measuring process: it may be writing a file of the dataset, so it is not killed
         dataset.awaited.touch()  # type: ignore[union-attr]
         assert [item.batch.tolist() for item in found] == [key.indices for key in KEYS]
     assert multiprocessing.active_children() == []
@@ -665,7 +667,7 @@ def test_reading_is_measured_unless_a_worker_setting_is_given(words: tuple[str, 
     assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms
 
 
-def test_a_lost_shutdown_message_is_not_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsent_shutdown_message_is_not_reported_as_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = worker_context("fork").Queue()
     lost: list[int] = []
     monkeypatch.setattr(queue, "_send", lambda number, _: lost.append(number))  # lint-tests: private: the pipe

@@ -151,7 +151,7 @@ def test_a_failed_resume_keeps_its_new_checkpoints(folder: Path) -> None:
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
 
 
-def test_other_checkpoint_settings_still_work(folder: Path) -> None:
+def test_checkpoint_off_and_keep_can_be_given_on_resume(folder: Path) -> None:
     longer = "updates=7 resume_allow=[updates]"
     run_successfully(folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
     assert checkpoint_path(Path(), 7).name in names(folder)

@@ -1,4 +1,4 @@
-"""Models of the transformers library train on a datasets folder as in a plain loop with their own losses."""
+"""Training a transformers model on a folder saved by `datasets` matches a plain loop that uses the model's own loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TASK = Path(__file__).parent / "task_of_transformers.py"
 
 @cache
 def samples(kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Return padded texts of different lengths. For gpt2, the labels of padding are ignored."""
+    """Return padded token IDs of different lengths. For gpt2, labels at padding are -100, which the loss ignores."""
     generator = torch.Generator().manual_seed(0)
     result: dict[str, list[dict[str, Any]]] = {}
     for split, number in (("train", 96), ("validation", 40)):
@@ -68,7 +68,7 @@ def batch_of(kind: str, rows: list[int], split: str = "train") -> dict[str, Tens
 
 
 @cache
-def by_hand(kind: str) -> tuple[dict[str, Tensor], float]:
+def train_by_hand(kind: str) -> tuple[dict[str, Tensor], float]:
     """Train with the model's own loss; return its weights and the mean validation loss."""
     model = model_of(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -103,7 +103,7 @@ TWO = "parallelism=ddp parallelism.world_size=2"
     [("gpt2", ""), ("gpt2", "micro_batch_size=8"), ("gpt2", f"{TWO} parallelism.shares=[19,13]"), ("bert", TWO)],
 )
 def test_training_matches_a_plain_loop(kind: str, args: str, server: ForkServer, tmp_path: Path) -> None:
-    expected, loss = by_hand(kind)
+    expected, loss = train_by_hand(kind)
     weights, metrics = trained(server, tmp_path, kind, args)
     result, wanted = ({name: each.tolist() for name, each in one.items()} for one in (weights, expected))
     assert distance(wanted, result) <= PROMISED[torch.float32] * UPDATES
@@ -152,7 +152,7 @@ T5 = {
         ("AutoModelForSeq2SeqLM", "t5", {}, {"labels": (2, 7)}),
     ],
 )
-def test_each_head_uses_the_loss_of_its_model(
+def test_the_loss_matches_that_of_the_model(
     head: str, kind: str, options: dict[str, Any], labels: dict[str, tuple[int, ...]]
 ) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """A task that disturbs its own machine during a run: the disk fills up, a worker dies, a limit is reached.
 
-The environment selects the disturbance, so that the settings of the run stay the same: ACT=NAME and AT=UPDATE, both
-unset for none.
+The environment variables ACT=NAME and AT=UPDATE select the disturbance, so that the settings of the run stay the same.
+Without them, nothing is disturbed. sample-... and worker-... take effect at fixed samples and ignore AT.
 """
 
 import errno
@@ -44,7 +44,7 @@ class Points(torch.utils.data.Dataset):
     def __getitem__(self, index):
         act = os.environ.get("ACT", "") if self.split == "train" else ""
         if act.startswith("sample-") and index in (17, 77):
-            return misread(act)
+            return return_bad_sample(act)
         if act.startswith("worker-") and index == 77 and torch.utils.data.get_worker_info():
             WORKER[act]()
         rng = sample_rng(7, self.epoch if self.split == "train" else 0, index)
@@ -52,7 +52,7 @@ class Points(torch.utils.data.Dataset):
         return x, int(x[:4].sum() > 0)
 
 
-def misread(act):
+def return_bad_sample(act):
     if act == "sample-raises":
         raise ValueError("this one is \x1b[31mbroken\nand says so in two lines")
     if act == "sample-unprintable":
@@ -84,8 +84,8 @@ def raise_in_worker():
 WORKER = {
     "worker-killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "worker-aborts": os.abort,
-    "worker-exits": lambda: os._exit(3),
-    "worker-leaves": lambda: __import__("sys").exit(3),
+    "worker-calls-os-exit": lambda: os._exit(3),
+    "worker-calls-sys-exit": lambda: __import__("sys").exit(3),
     "worker-raises": raise_in_worker,
     "worker-out-of-memory": lambda: torch.empty(1 << 50),
 }
@@ -129,8 +129,11 @@ def empty(task):
         path.unlink()
 
 
-def read_only(task):
-    """Let every change fail, as on ext4 after an error. A mount with open files cannot be made read-only."""
+def make_read_only(task):
+    """Make every change fail with EROFS, as on an ext4 file system that became read-only after an error.
+
+    The calls are replaced, because a mount with open files cannot be made read-only.
+    """
     from runner.durable.system import System
 
     def refuse(*given):
@@ -140,8 +143,8 @@ def read_only(task):
         setattr(System, name, refuse)
 
 
-def few_files(task):
-    """Leave no free descriptor; open ones stay open."""
+def exhaust_file_descriptors(task):
+    """Leave no free descriptor. Open descriptors stay open."""
     for thread in threading.enumerate():  # a running save would later free descriptors
         if thread.name == "checkpoint-writer":
             thread.join()
@@ -150,17 +153,17 @@ def few_files(task):
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def short_files(task):
+def limit_file_size(task):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
 
 
-def little_memory(task):
+def limit_memory(task):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
     task.kept.append(torch.zeros(1 << 26))
 
 
-def little_memory_for_numpy(task):
+def allocate_too_much_with_numpy(task):
     task.kept.append(np.zeros(1 << 50))
 
 
@@ -177,7 +180,7 @@ def fail(task):
     raise KeyError("points")
 
 
-def gpu_memory(task):
+def raise_gpu_out_of_memory(task):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -192,8 +195,8 @@ def interrupt_twice(task):
 
 
 ACTS = {
-    "raise": fail, "gpu-memory": gpu_memory, "kill-rank": kill_rank, "interrupt-twice": interrupt_twice,
-    "fill": fill, "empty": empty, "read-only": read_only, "few-files": few_files, "short-files": short_files,
-    "hold": hold,
-    "little-memory": little_memory, "little-memory-for-numpy": little_memory_for_numpy, "hang-up": hang_up,
+    "raise": fail, "gpu-memory": raise_gpu_out_of_memory, "kill-rank": kill_rank, "interrupt-twice": interrupt_twice,
+    "fill": fill, "empty": empty, "read-only": make_read_only, "file-descriptors": exhaust_file_descriptors,
+    "file-size": limit_file_size, "hold": hold,
+    "memory": limit_memory, "numpy-memory": allocate_too_much_with_numpy, "hang-up": hang_up,
 }  # fmt: skip

@@ -332,11 +332,13 @@ class Limit:
 
 
 LIMITS = {
-    "few open files": Limit("few-files", 71, "too many files are open"),
-    "few open files, with workers": Limit("few-files", 71, "too many files are open", "dataloader.num_workers=1"),
-    "short files": Limit("short-files", 74, "File too large"),
-    "little memory": Limit("little-memory", 81, "the machine is out of memory"),
-    "little memory for numpy": Limit("little-memory-for-numpy", 81, "the machine is out of memory"),
+    "file descriptors": Limit("file-descriptors", 71, "too many files are open"),
+    "file descriptors, with workers": Limit(
+        "file-descriptors", 71, "too many files are open", "dataloader.num_workers=1"
+    ),
+    "file size": Limit("file-size", 74, "File too large"),
+    "memory": Limit("memory", 81, "the machine is out of memory"),
+    "memory for numpy": Limit("numpy-memory", 81, "the machine is out of memory"),
 }
 
 
@@ -352,7 +354,7 @@ def test_a_system_limit_is_reported(
     wait = str(run / "checkpoints" / "update-0000000020")
     result = server.run(args, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
     assert_error(result, limit.code, limit.cause)
-    if limit.act != "little-memory":  # out of memory, the message may omit the checkpoint
+    if limit.act != "memory":  # out of memory, the message may omit the checkpoint
         assert "last checkpoint: update 20 (" in result.err
     assert_same_command_completes(server, args, tmp_path, run, reference(""))
     tally.tried += 1
@@ -422,8 +424,8 @@ def test_a_bad_sample_is_skipped_and_listed_on_request(server: ForkServer, tmp_p
 WORKERS = {
     "worker-killed": (85, "a data worker died"),
     "worker-aborts": (85, "a data worker died"),
-    "worker-exits": (85, "a data worker died"),
-    "worker-leaves": (65, "SystemExit: 3"),
+    "worker-calls-os-exit": (85, "a data worker died"),
+    "worker-calls-sys-exit": (65, "SystemExit: 3"),
     "worker-raises": (65, "sample 77 cannot be read: Unpicklable: a"),
     "worker-out-of-memory": (81, "out of memory"),
 }

@@ -1,4 +1,4 @@
-"""A loss that couples all samples of an update does not depend on the division of the update."""
+"""A loss that couples all samples of an update does not depend on how ranks and micro-batches divide them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HERE = Path(__file__)
 
 
 class Towers(nn.Module):
-    """Two encoders and a temperature, with random draws for each sample."""
+    """Two encoders and a temperature, with dropout that depends on the sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def result(model: nn.Module, steps: Any) -> dict[str, Any]:
     }
 
 
-def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
+def train_by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
     """Train with a plain PyTorch loop over complete batches."""
     task = kind(dtype)
     optimizer = adamw(list(task.model.named_parameters()), lr=0.01)
@@ -174,7 +174,7 @@ class Scaled(Clip):
 
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
 def test_couple_may_modify_the_embeddings_in_place(shares: tuple[int, ...], micro: int) -> None:
-    test_ranks_shares_and_accumulation_equal_a_plain_loop(Scaled, torch.float64, shares, micro)
+    test_losses_norms_and_weights_match_a_plain_loop(Scaled, torch.float64, shares, micro)
 
 
 @pytest.mark.slow_beyond(2)
@@ -186,7 +186,7 @@ def test_couple_may_modify_the_embeddings_in_place(shares: tuple[int, ...], micr
     [((32,), 32), ((32,), 8), ((32,), 5), ((16, 16), 16), ((19, 13), 4), ((11, 8, 13), 5), ((31, 1), 8)],
     ids=str,
 )
-def test_ranks_shares_and_accumulation_equal_a_plain_loop(
+def test_losses_norms_and_weights_match_a_plain_loop(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
     actual = (
@@ -194,16 +194,19 @@ def test_ranks_shares_and_accumulation_equal_a_plain_loop(
         if len(shares) == 1
         else run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
     )
-    plain = by_hand(kind, dtype)
+    plain = train_by_hand(kind, dtype)
     for one in actual:
         for key in ("losses", "norms", "weights"):
             assert distance(plain[key], one[key]) <= PROMISED[dtype], key
 
 
-def by_hand_in_half(
+def train_by_hand_in_16_bits(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int, *, is_scaled: bool
 ) -> dict[str, Any]:
-    """Train with autocast and a GradScaler on complete batches, embedded in the micro-batches of all ranks."""
+    """Train with autocast and a GradScaler.
+
+    Embed the micro-batches of all ranks one after another, then compute one loss over the concatenated embeddings.
+    """
     task = kind(torch.float32)
     optimizer = adamw(list(task.model.named_parameters()), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=is_scaled)
@@ -244,7 +247,7 @@ def by_hand_in_half(
 @pytest.mark.parametrize("kind", [Clip, Triplets])
 @pytest.mark.parametrize(("precision", "dtype"), [(fp16, torch.float16), (bf16, torch.bfloat16)])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 5), ((19, 13), 4)], ids=str)
-def test_half_precision_equals_a_loop_with_grad_scaler(
+def test_half_precision_matches_a_loop_with_grad_scaler(
     kind: type[Any], precision: Any, dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
     """The plain loop uses the same micro-batches, because gradients of each micro-batch are rounded to 16 bits."""
@@ -254,7 +257,7 @@ def test_half_precision_equals_a_loop_with_grad_scaler(
         ),
         len(shares),
     )
-    plain = by_hand_in_half(kind, dtype, shares, micro, is_scaled=precision is fp16)
+    plain = train_by_hand_in_16_bits(kind, dtype, shares, micro, is_scaled=precision is fp16)
     for one in actual:
         for key in ("losses", "norms", "weights"):
             assert distance(plain[key], one[key]) <= PROMISED[torch.float32], key
@@ -305,7 +308,7 @@ def test_all_ranks_discard_an_update_that_fails_on_one() -> None:
 def test_only_one_micro_batch_of_activations_is_stored() -> None:
     """Hooks on saved tensors measure the peak of saved bytes, which must not grow with the number of micro-batches."""
 
-    def most(micro: int, num: int) -> int:
+    def peak_saved_bytes(micro: int, num: int) -> int:
         alive = largest = 0
 
         class Saved:
@@ -327,10 +330,10 @@ def test_only_one_micro_batch_of_activations_is_stored() -> None:
             next(train_updates(run, batches_of(order, torch.float32), 1))
         return largest
 
-    assert most(8, 1) == most(8, 4) < most(32, 1)
+    assert peak_saved_bytes(8, 1) == peak_saved_bytes(8, 4) < peak_saved_bytes(32, 1)
 
 
-def test_draws_in_couple_are_equal_on_all_ranks() -> None:
+def test_couple_draws_the_same_numbers_on_all_ranks() -> None:
     class Drawn(Clip):
         def couple(self, embeddings: Any) -> tuple[Tensor, int]:
             weights = torch.rand(len(embeddings[0]), 1, dtype=embeddings[0].dtype)
@@ -344,7 +347,7 @@ def test_draws_in_couple_are_equal_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     "answer", [3.0, torch.zeros(()), (torch.zeros(2, 2), None), {"x": 1}, torch.zeros(2, 2)], ids=repr
 )
-def test_embeddings_need_rows_and_a_gradient(answer: Any) -> None:
+def test_embeddings_without_rows_or_gradient_are_rejected(answer: Any) -> None:
     with pytest.raises(TaskFault):
         validate_embedding(answer, Clip.embed, HERE)
 
@@ -363,7 +366,9 @@ def test_more_rows_than_samples_are_rejected() -> None:
         trained(ALONE, Views, shares=(32,), micro=8, dtype=torch.float64)
 
 
-def test_batches_embedded_twice_must_not_change() -> None:
+def test_embed_must_not_change_batches_in_place() -> None:
+    """With several micro-batches, each batch is embedded twice."""
+
     class Scaled(Clip):
         def embed(self, model: nn.Module, batch: Any) -> Any:
             return model(batch[0].mul_(0.5), batch[1])
@@ -373,7 +378,7 @@ def test_batches_embedded_twice_must_not_change() -> None:
     trained(ALONE, Scaled, shares=(32,), micro=32, dtype=torch.float64)
 
 
-def test_incomplete_coupled_tasks_are_rejected() -> None:
+def test_tasks_define_either_a_loss_or_a_coupled_loss() -> None:
     with pytest.raises(TaskFault):
         is_coupled(type("Half", (Task,), {"embed": Clip.embed})(), "train")
     with pytest.raises(TaskFault):
@@ -382,7 +387,7 @@ def test_incomplete_coupled_tasks_are_rejected() -> None:
     assert not is_coupled(Task(), "train")
 
 
-def test_strategies_with_collectives_in_passes_are_rejected() -> None:
+def test_collectives_inside_forward_passes_are_rejected() -> None:
     with pytest.raises(ConfigError) as actual:
         check_strategy(Replicated(World(CPU, 0, 0, 2), is_lockstep=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
     assert actual.value.exit_code == 78

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters that a coupled loss changes in forward passes have the values of a plain loop."""
+"""With a coupled loss, buffers and frozen parameters that forward passes change match those of a plain loop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Frozen(Dropped):
 
 
 class Replaced(Frozen):
-    """Replaces the data of its frozen parameter, as momentum encoders do, which does not change the version counter."""
+    """Replaces the data of its frozen parameter, as momentum encoders do. The version counter does not change."""
 
     def embed(self, model: Any, batch: Any) -> Any:
         model.center.data = 0.5 * model.center.data + 0.5 * batch[1].mean(0)
@@ -104,7 +104,10 @@ class LateFrozen(Frozen):
 
 
 class Follower(Dropped):
-    """Has a momentum encoder that initially equals its source, so that early passes do not change its LayerNorm."""
+    """Has a momentum encoder that starts as a copy of its source.
+
+    Its LayerNorm therefore does not change before the first optimizer step.
+    """
 
     is_late = False  # the second update is compared
 
@@ -120,7 +123,7 @@ class Follower(Dropped):
 
 
 class Counted(Dropped):
-    """Counts all passes in a buffer, and from the second update on, records statistics with a kernel of torch."""
+    """Counts all passes in a buffer, and from the second update on, updates statistics with `F.batch_norm`."""
 
     is_late = False
 
@@ -179,7 +182,10 @@ class Unwritable(Dropped):
 
 
 class Unversioned(Dropped):
-    """Changes a buffer without a new version; its batch norm does not count batches."""
+    """Updates buffers with `F.batch_norm`, which does not increment their version counters.
+
+    There is no `num_batches_tracked` beside them.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -194,7 +200,7 @@ class Unversioned(Dropped):
 @pytest.mark.parametrize(
     "kind", [Dropped, Growing, Late, Frozen, Replaced, Follower, Counted, Once, Unwritable, Unversioned]
 )
-def test_repeated_forward_passes_have_equal_draws_and_buffers(kind: type[Dropped]) -> None:
+def test_repeated_forward_passes_use_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
     """The outputs of the first and second pass of a micro-batch are bitwise equal, and state advances once."""
     task: Any = kind(torch.float64)
     seen: list[Any] = []
@@ -260,7 +266,7 @@ def test_frozen_and_trained_parameters_may_share_memory(is_aliased: bool) -> Non
     ids=["all", "transposed", "start", "end"],
 )  # fmt: skip
 def test_restored_parameters_still_share_memory(view: Any) -> None:
-    """A frozen parameter may be part of a trained one or its transpose, such as the tied weight of a decoder."""
+    """A frozen parameter may be a slice or the transpose of a trained one, such as the tied weight of a decoder."""
     model: Any = nn.Module()
     model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
     model.slow = nn.Parameter(view(model.fast.data), requires_grad=False)
@@ -293,7 +299,7 @@ def test_constant_state_is_copied_at_most_once() -> None:
     assert most == 4
 
 
-def test_late_changes_of_frozen_parameters_are_rejected() -> None:
+def test_late_changes_to_frozen_parameters_are_rejected() -> None:
     """Copying all frozen parameters, in case a later pass changes them, would cost too much."""
     task: Any = LateFrozen(torch.float64)
     updates = train_updates(
@@ -308,7 +314,7 @@ def test_late_changes_of_frozen_parameters_are_rejected() -> None:
 
 @pytest.mark.parametrize("limit", [1 << 30, 100])
 def test_state_may_change_between_updates(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, a hook moves a momentum encoder after each update, and `couple` fills a queue."""
+    """For example, a hook updates a momentum encoder after each update, and `couple` fills a queue."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", limit)
     task: Any = Dropped(torch.float64)
     task.model.slow = nn.Parameter(torch.zeros(1000), requires_grad=False)
@@ -331,12 +337,12 @@ def test_state_may_change_between_updates(limit: int, monkeypatch: pytest.Monkey
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == 1000]
     assert len({each.data_ptr() for each in alive} - {task.model.queue.data_ptr()}) <= 1, (
-        "one copy of the queue for all updates"
+        "all updates must share one copy of the queue"
     )
 
 
 def test_second_forward_passes_see_the_state_before_couple() -> None:
-    """`couple` moves a center that `embed` subtracts."""
+    """`couple` updates a center that `embed` subtracts."""
     task: Any = Dropped(torch.float64)
     task.model.register_buffer("center", torch.zeros(WIDTH, dtype=torch.float64))
     couple, seen = task.couple, []
@@ -357,7 +363,7 @@ def test_second_forward_passes_see_the_state_before_couple() -> None:
 
 
 def test_large_frozen_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They must not change, because the host may have no room for a copy of a pretrained model."""
+    """Without a copy, a change cannot be undone, so it is rejected."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", 100)
 
     def train(task: Any) -> None:
@@ -390,7 +396,7 @@ class Momentum(Clip):
 
 
 @pytest.mark.parametrize("shares", [(32,), (16, 16)], ids=str)
-def test_changed_frozen_parameters_equal_a_plain_loop(shares: tuple[int, ...]) -> None:
+def test_changed_frozen_parameters_match_those_of_a_plain_loop(shares: tuple[int, ...]) -> None:
     """Each rank runs four micro-batches per update, each of which changes the parameter."""
     micro = GLOBAL // len(shares) // 4
     actual = run_ranks(

@@ -116,7 +116,7 @@ def test_resuming_after_kills_gives_the_same_table(args: list[str], server: Fork
 def test_a_stopped_sweep_leaves_a_table(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second sweep on its folder is rejected while it runs."""
+    """While the sweep runs, a second sweep with the same name is rejected."""
     args = [*GRID, "task.act=hang"]
     pid = start(server, args, tmp_path)
     wait_until((tmp_path / "outputs/mine/mine-1/run.json").exists)
@@ -160,7 +160,7 @@ def test_a_trial_without_its_folder_is_run_again(server: ForkServer, tmp_path: P
 
 
 def base_run(folder: Path, name: str) -> str:
-    """Create a run from whose weights trials start, and return its path."""
+    """Create a run that trials can start from, and return its path."""
     path = folder / "outputs" / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"name": name, "state": "done"}))
@@ -168,7 +168,7 @@ def base_run(folder: Path, name: str) -> str:
     return str(path)
 
 
-def test_trials_with_different_start_runs_are_recognized(server: ForkServer, tmp_path: Path) -> None:
+def test_a_sweep_can_vary_the_run_whose_weights_are_used(server: ForkServer, tmp_path: Path) -> None:
     """`last` is the newest run when the sweep starts, not one of the trials."""
     paths = [base_run(tmp_path, name) for name in ("old", "new")]
     os.utime(Path(paths[0]) / "metrics.jsonl", (1.7e9, 1.7e9))
@@ -198,7 +198,7 @@ def test_a_resumed_sweep_starts_trials_from_the_same_run(server: ForkServer, tmp
 
 @pytest.mark.slow
 def test_failed_trials_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
-    """The trials fail in every possible way."""
+    """The trials exit with an error, are killed, or report no usable metric."""
     args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, args, tmp_path)
     assert code == 70, err
@@ -223,14 +223,14 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
 
 
 @pytest.mark.slow
-def test_a_missing_metric_is_reported_after_the_first_trial(server: ForkServer, tmp_path: Path) -> None:
+def test_an_unknown_metric_is_reported_after_the_first_trial(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los;" in line]) == 1
 
 
 @pytest.mark.slow
-def test_resuming_waits_for_trials_that_still_save(server: ForkServer, tmp_path: Path) -> None:
+def test_resuming_waits_for_trials_that_are_still_saving(server: ForkServer, tmp_path: Path) -> None:
     """The trials belong to a killed sweep."""
     args, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
     pid = start(server, args, tmp_path, SAVED=str(saved))
@@ -238,9 +238,9 @@ def test_resuming_waits_for_trials_that_still_save(server: ForkServer, tmp_path:
     os.kill(pid, signal.SIGKILL)
     server.wait()
     saves = record(tmp_path, 1)["pid"]
-    assert run(server, [*args, "task.seconds=0.2"], tmp_path)[0] == 88, "another length must start another sweep"
+    assert run(server, [*args, "task.seconds=0.2"], tmp_path)[0] == 88, "a different task.seconds must be rejected"
     start(server, args, tmp_path, SAVED=str(saved))
-    wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the message that it waits")
+    wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the message that it is waiting")
     saved.touch()
     result = server.wait()
     assert result.code == 0, result.err
@@ -287,7 +287,7 @@ def test_a_search_runs_as_many_trials_at_once_as_requested(
         ("checkpoint.best=null early_stopping.best_is=max", SweepOptions(), "max of val/loss"),
     ],
 )  # fmt: skip
-def test_trials_are_compared_by_the_metric_of_the_settings(
+def test_settings_select_the_metric_that_compares_trials(
     args: str, options: SweepOptions, goal: str, tmp_path: Path
 ) -> None:
     request = Request((*args.split(), f"output_root={tmp_path}", "run=mine"), Path(TASK[1]))
@@ -317,7 +317,7 @@ def test_a_search_can_be_extended_with_the_same_space_and_goal(server: ForkServe
 
 @pytest.mark.slow
 def test_a_search_of_an_earlier_version_keeps_its_notation(server: ForkServer, tmp_path: Path) -> None:
-    """The earlier version passed 0.001 to a string setting for 1e-3."""
+    """Earlier versions passed 1e-3 to a string setting as 0.001."""
     needs_optuna()
     assert run(server, ["search", "task.act=0.001,2.5", "trials=1", *TASK], tmp_path)[0] == 0
     code, _, err = run(server, ["search", "task.act=1e-3,2.50", "trials=2", *TASK], tmp_path)
@@ -335,13 +335,13 @@ def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, t
     study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
     states = [trial.state.name for trial in study.trials]
     acts = [row["task.act"] for row in rows(tmp_path)]
-    assert {"fail", "bad", "good"} == set(acts), "choose another seed, with which the search tries each value"
+    assert {"fail", "bad", "good"} == set(acts), "choose a seed with which the search tries each value"
     assert "trials=8" in err, "the message must state that there are more trials than combinations"
     assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
 
 
 @pytest.mark.slow
-def test_a_search_for_a_missing_metric_ends_with_suggestions(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_with_an_unknown_metric_ends_with_a_suggestion(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
     assert code == 78
@@ -353,7 +353,7 @@ def test_a_search_for_a_missing_metric_ends_with_suggestions(server: ForkServer,
 
 
 @pytest.mark.slow
-def test_if_all_trials_fail_a_search_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_whose_trials_all_fail_exits_with_their_code(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
@@ -375,7 +375,7 @@ def best_of(results: Sequence[Result], goal: Goal) -> list[Result]:
     return [] if best is None else [*best.results]
 
 
-def test_the_best_trial_is_the_first_of_equal_finished_ones() -> None:
+def test_the_first_of_equally_good_trials_is_the_best() -> None:
     results = [
         Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
         Result(Trial(2, "a-2", ()), "finished", 0, float("nan")),
@@ -431,7 +431,7 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
 
 
 def test_trials_of_an_earlier_version_keep_their_notation(tmp_path: Path) -> None:
-    """The earlier version passed 0.001 to a string setting for 1e-3."""
+    """Earlier versions passed 1e-3 to a string setting as 0.001."""
     old = [Trial(1, "mine-1", ("task.act=0.001",)), Trial(2, "mine-2", ("task.act=2.5",))]
     result = Sweep(tmp_path, SweepRecord(fixed=()), [*old], earlier=SweepRecord(fixed=()))
     sweep.add_trials(result, [("task.act=1e-3",), ("task.act=2.50",), ("task.act=3e-3",)], "mine")
@@ -442,7 +442,7 @@ STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {
 
 
 @pytest.mark.slow
-def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
+def test_malformed_sweep_files_do_not_crash_or_print_escape_codes(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine" / "mine-1"
     run.mkdir(parents=True)
     trial = {"number": 1, "name": "mine-1", "words": ["seed=1"], "exit_code": 0}
@@ -495,7 +495,7 @@ def test_a_damaged_sweep_is_not_restarted(
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
 def test_a_killed_search_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
-    """The search is killed between two values of a trial."""
+    """The search is killed while it chooses the values of a trial."""
     needs_optuna()
     from runner.sweeps.study import JOURNAL, Study
 
@@ -506,15 +506,15 @@ def test_a_killed_search_chooses_the_same_values(tmp_path: Path, num_left: int) 
     )
     result = Sweep(tmp_path, SweepRecord(kind="search"))
 
-    def of_two_trials(study: Study) -> list[Trial]:
+    def complete_to_two_trials(study: Study) -> list[Trial]:
         known = study.load_trials([])
         return [*known, *(study.ask() for _ in range(2 - len(known)))]
 
-    whole = of_two_trials(Study(result, axes, "mine", seed=3))
+    whole = complete_to_two_trials(Study(result, axes, "mine", seed=3))
     file = tmp_path / JOURNAL
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[: len(lines) - len(axes) + num_left]))  # the last values are those of trial 2
-    assert of_two_trials(Study(result, axes, "mine", seed=3)) == whole
+    assert complete_to_two_trials(Study(result, axes, "mine", seed=3)) == whole
     assert len({trial.words for trial in whole}) == 2
 
 
@@ -551,7 +551,7 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
         Study(result, axes, "mine", seed=0).load_trials(known)
 
 
-# ---------------------------------------------------------------- sweeps of wandb
+# ---------------------------------------------------------------- W&B sweeps
 
 
 @pytest.mark.slow
@@ -575,7 +575,7 @@ def test_arguments_of_wandb_sweeps_are_accepted() -> None:
 
 
 @pytest.mark.slow
-def test_wandb_lists_booleans_and_null_are_accepted() -> None:
+def test_list_boolean_and_null_values_of_wandb_are_accepted() -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     values = {
@@ -592,7 +592,7 @@ def test_wandb_lists_booleans_and_null_are_accepted() -> None:
 # ---------------------------------------------------------------- concurrent trials
 
 
-def test_concurrent_trials_share_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_trials_divide_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.sweep.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
     slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the 8 cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]

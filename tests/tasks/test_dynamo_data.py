@@ -54,7 +54,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two small records of each task in each split."""
+    """Two small records for each task in each split."""
     records: dict[str, list[Any]] = {
         "classification": [{"text": "Add two.", "label": "function"}, {"text": "A thing.", "label": "class"}],
         "qa": [{"question": "x?", "context": "def f(x=12): ...", "answer": "12", "start": 8}] * 2,
@@ -118,7 +118,7 @@ def test_evaluation_records_are_not_in_the_training_data(corpus: Corpus) -> None
 
 
 @pytest.mark.slow
-def test_splits_phrase_requests_differently(corpus: Corpus) -> None:
+def test_splits_use_different_wordings_of_requests(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_text(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
         assert not used["train"] & (used["val"] | used["test"])
@@ -126,7 +126,7 @@ def test_splits_phrase_requests_differently(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_requests_differ_between_tasks_only_in_content(corpus: Corpus) -> None:
+def test_requests_of_all_tasks_use_the_same_openings_and_endings(corpus: Corpus) -> None:
     for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
         wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
         assert {source_text(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
@@ -198,7 +198,7 @@ def test_postfix_notation_has_the_value_of_the_expression(expression: str) -> No
 
 
 @pytest.mark.parametrize("expression", ["f(1) + 2", "a[0] + 1", "'x' + y"])
-def test_postfix_rejects_other_tokens(expression: str) -> None:
+def test_postfix_rejects_calls_subscripts_and_strings(expression: str) -> None:
     assert postfix(ast.parse(expression, mode="eval").body) is None
 
 
@@ -346,7 +346,7 @@ def test_a_limit_applies_only_to_training_records(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_splits_of_held_out_requests_share_no_instruction() -> None:
+def test_held_out_instructions_occur_in_only_one_split() -> None:
     for task in TASKS:
         instructions = [wanted for wording in HELD_OUT_WANTED.values() for wanted in wording[task]]
         assert len(set(instructions)) == len(instructions)

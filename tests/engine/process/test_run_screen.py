@@ -57,7 +57,7 @@ def test_an_attention_kernel_that_did_not_run_is_reported(
     assert all((reason in event["text"]) and (event["text"].endswith("run") == (not reason)) for event in found)
 
 
-def test_without_attention_calls_only_a_slow_start_is_reported(
+def test_only_a_slow_start_is_reported_without_attention_calls(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attention: Any = SimpleNamespace(name="cudnn", kernels=("cudnn",), reason="")
@@ -110,11 +110,11 @@ def test_the_first_rank_of_another_machine_reports_only_alerts(
     alert = Alert(level="warning", kind="hot", text="the-gpu-is-hot", facts={"gpu": 3})
     for options in ({}, {"speaks": False}, {"speaks": False, "machine": "rank8"}):
         with Screen(run, **options) as screen:  # type: ignore[arg-type]
-            screen.info("of-a-rank")
+            screen.info("text-of-a-rank")
             screen.show_alerts([alert])
         output = capsys.readouterr()
         printed = output.out + output.err
-        assert ("of-a-rank" in printed) == (not options)
+        assert ("text-of-a-rank" in printed) == (not options)
         assert ("the-gpu-is-hot" in printed) == (len(options) != 1)
     for name in ("events.jsonl", "events-rank8.jsonl"):
         (event,) = [event for event in events_of(run, name) if event["kind"] == "machine"]
@@ -126,15 +126,14 @@ def test_python_warnings_are_printed_without_their_location(
 ) -> None:
     with Screen(run) as screen, warnings_on(screen):
         warnings.simplefilter("default")
-        warnings.warn("of-a-library", UserWarning, stacklevel=1)
+        warnings.warn("text-of-a-library", UserWarning, stacklevel=1)
     output = capsys.readouterr()
-    assert "of-a-library" in output.out + output.err
+    assert "text-of-a-library" in output.out + output.err
     assert "test_run_screen" not in output.out + output.err
 
 
-def test_many_metrics_are_abbreviated_and_no_metrics_are_not_shown(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_list_of_metrics_is_truncated(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """If there are no metrics, nothing is printed."""
     metrics = {f"val/m{number}": float(number) for number in range(3000)}
     with Screen(run) as screen:
         screen.show_metrics(2, {})
