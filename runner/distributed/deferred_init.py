@@ -349,7 +349,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _CpuDeviceMode(TorchFunctionMode):
-    """Let deferred tensors appear to be on the CPU: torch.nn.init skips some initializations of meta tensors."""
+    """Make deferred tensors appear to be on the CPU: torch.nn.init skips some initializations of meta tensors."""
 
     def __init__(self, deferred: DeferredInit) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def join_process_group(
 
 
 def current_rank() -> tuple[int, int]:
-    """Return the number of this rank and the number of ranks: (0, 1) without a process group."""
+    """Return the number of this rank and the number of ranks; (0, 1) if there is no process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 

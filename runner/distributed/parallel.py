@@ -126,8 +126,8 @@ class Parallel:
         """Set the expected inputs; called before `wrap`.
 
         example           returns the arguments of one call of the model; raises NotImplementedError if unknown
-        samples           per micro-batch
-        num_microbatches  per update, on one rank
+        samples           number of samples per micro-batch
+        num_microbatches  number of micro-batches per update, on one rank
         """
 
     def wrap(
@@ -282,4 +282,4 @@ class Parallel:
         return list(keys)
 
 
-_MAX_READ_BYTES = 64 << 20  # checkpoint tensors that are read at once; those of one module may exceed it
+_MAX_READ_BYTES = 64 << 20  # maximum size of the checkpoint tensors read at once; those of one module may exceed it

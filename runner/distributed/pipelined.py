@@ -246,7 +246,7 @@ class Pipelined(Parallel):
     def _raise_first_failure(self) -> None:
         """Raise the earliest failure on all ranks, because the zeros sent after it may make other stages fail, too."""
         failure = self.stage.failure
-        # Times of different machines are comparable only as far as their clocks agree.
+        # Times of different machines are comparable only if their clocks are synchronized.
         times = self.world.gather(math.inf if failure is None else self.stage.failed_at)
         is_first = times.index(min(times)) == self.world.rank
         raise_on_all_ranks(failure if is_first else None, self.world, WHERE)
@@ -526,7 +526,7 @@ class PipelineSchedule:
         self._counts: list[int] = []  # micro-batches of each step of the update
 
     def clear(self) -> None:
-        """Forget the steps: another phase may have another loss."""
+        """Discard the steps: another phase may have a different loss."""
         self._steps.clear()
 
     def begin_update(self) -> None:

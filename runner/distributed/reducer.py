@@ -27,7 +27,7 @@ BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandw
 FIRST_BUCKET_BYTES = 1 << 20
 # Replaces a tensor with its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
 SumGradients = Callable[[Tensor], Any]
-MAX_ERROR = 0.25  # of a custom sum, relative to its largest element; a mean over 2 ranks instead of a sum has 0.5
+MAX_ERROR = 0.25  # of a custom sum, relative to its largest element; 0.5 if it is a mean over 2 ranks
 
 
 class _Bucket:

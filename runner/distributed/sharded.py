@@ -56,7 +56,7 @@ class Sharded(Parallel):
     gathers_model          gather all parameters before an evaluation; False: gather one block after another in each
                            call of the model
     init                   how the model is built, see Parallel
-    shard_size             ranks that hold one copy of the model together; None: all ranks
+    shard_size             number of ranks that together hold one copy of the model; None: all ranks
     """
 
     is_lockstep = True

@@ -24,7 +24,7 @@ class World:
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
     group             process group, if this world consists of only some of the processes; None: all processes
     global_ranks      number of each rank among all processes, if this world has only some of them
-    num_sharing      ranks, including this one, that share the CPU cores of this rank; None: all ranks of this machine
+    num_sharing      number of ranks, including this one, that share its CPU cores; None: all ranks of this machine
     timeout_s        timeout of collectives; it is also passed to new groups of ranks, which do not inherit it
 
     All ranks must call the collectives, in the same order. In a world of size 1 they communicate nothing. Ranks in

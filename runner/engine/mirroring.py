@@ -28,7 +28,7 @@ def checkpoint_policy(plan: Plan) -> SavePolicy:
 def download_checkpoints(
     plan: Plan, world: World, directory: RunDirectory, screen: Screen, progress_mark: ProgressMark
 ) -> Mirror | None:
-    """On rank 0, download the checkpoints from which the run can resume; return the mirror, None if there is none.
+    """On rank 0, download the checkpoints from which the run can resume; return the mirror, or None.
 
     A download may take longer than the timeouts of collectives and of the watchdog, so progress is reported to both.
     Raises the errors of `fetch_checkpoints`. If the run has local checkpoints, an unreachable mirror is only a warning.

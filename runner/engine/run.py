@@ -105,7 +105,7 @@ def silent_observers(screen: Screen, profiler: Profiler) -> Observers:
 class RunProgress:
     """Progress of the run, as stored in its checkpoints.
 
-    updates_before  updates of the phases before the current one
+    updates_before  number of updates of the phases before the current one
     records         phase -> its record
     metrics         metrics of the last evaluation
     kept            numbers of the best and the last checkpoints of finished phases
@@ -161,7 +161,7 @@ class Tally:
     """Measurements of this process, which end up in the evidence of the run.
 
     load           CPU use of other processes since the start
-    timed          items and seconds of the last phase, without the first update of this process
+    timed          items and seconds of the last phase, excluding the first update of this process
     step_times_ms  step times in the newest rows of the last phase
     peaks_gib      peak memory: "host", for the rank with the highest peak; on a GPU also "device", and "reserved" by
                    the allocator

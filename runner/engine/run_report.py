@@ -221,7 +221,7 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
 
 
 def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
-    """Return a line per option, without the optimizer of the run if no objective uses it."""
+    """Return a line per option; the optimizer of the run is omitted if no objective uses it."""
     phases = [parse_objectives(task, phase) for phase in plan.selected if phase.kind == "train"]
     optimizers = {spec.optimizer.name for specs in phases for spec in specs}
     is_unused = optimizers and all(phases) and plan.choices["optimizer"].name not in optimizers

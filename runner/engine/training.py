@@ -183,7 +183,7 @@ def _check_training(
     """Check options by building the optimizer for one-element parameters, and the schedule if its length is known.
 
     where    prefix of the keys in messages
-    updates  number of updates, None if unknown
+    updates  number of updates; None: unknown
     """
     optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
     options = resolve_names(optimizer.options, run.parts.bare, parameters, parameters)

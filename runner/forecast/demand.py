@@ -71,7 +71,7 @@ def predict_needs(
     alternatives  always trace a second size, so that larger ones can be suggested; if the run does not fit, also trace
                   sizes that do, because the memory that a GPU's allocator reserves is not linear in the size
     ranks         as in `make_plan`
-    num_processes  traces that may run at the same time, in forks of this process
+    num_processes  number of traces that may run at the same time, in forks of this process
     Raises the exceptions of the task.
     """
     plan_with = partial(make_plan, inventory=inventory, ranks=ranks)
@@ -131,9 +131,9 @@ def _trace_pipelines(
 ) -> MemoryNeeds:
     """Return the result of `_trace_pipeline`; with stages=auto, the results for each possible number of stages.
 
-    A number whose stages cannot be traced is omitted, because its memory is unknown, unless none can be traced. With
-    stages=auto, the demand of the phases is that of the chosen number.
-    Raises the exceptions of `_trace_pipeline`, but ConfigError only if no number is possible.
+    A number of stages that cannot be traced is omitted, because its memory is unknown, unless none can be traced. With
+    stages=auto, the demand of the phases is that with the chosen number of stages.
+    Raises the exceptions of `_trace_pipeline`, but ConfigError only if no number of stages is possible.
     """
     choice, for_auto = configuration.choices["parallelism"], configuration.for_auto
     requested = choice.options.get("stages", for_auto.get("parallelism.stages", "auto"))
@@ -259,7 +259,7 @@ class _Tracer:
         self.traced: set[PhaseSize] = set()
 
     def trace(self, sizes: set[PhaseSize]) -> bool:
-        """Trace those that have not been traced, and return whether there were any."""
+        """Trace the sizes that have not been traced yet, and return whether there were any."""
         new = {(name, max(size, self.forecast.least)) for name, size in sizes} - self.traced
         self.traced |= new | sizes
         for traced in self._trace(_parts(new, by_size=self.forecast.has_budget)):

@@ -129,7 +129,7 @@ CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)
 class _Trial:
     """State of the search for a run that does not fit.
 
-    before  estimated time without changes, None if unknown
+    before  estimated time without changes; None: unknown
     """
 
     configuration: Configuration
@@ -153,7 +153,7 @@ class _Trial:
         return tuple(setting for setting in self.configuration.request.overrides if setting.partition("=")[0] in known)
 
     def try_most(self, settings: Overrides) -> list[FittingChange]:
-        """Return the change that applies all these settings, without the last ones if they are invalid.
+        """Return the change that applies all these settings, except the last ones if they are invalid.
 
         Returns an empty list if the run still does not fit.
         """

@@ -14,7 +14,7 @@ Launcher = Slurm | RayCluster | None  # None: on this machine
 
 
 def slurm_resources(configuration: Configuration) -> Slurm | None:
-    """Return the SLURM launcher of the run, None if it has another launcher."""
+    """Return the SLURM launcher of the run, or None if the run uses another launcher."""
     launcher = _make_launcher(configuration)
     return launcher if isinstance(launcher, Slurm) else None
 

@@ -66,13 +66,13 @@ class LaunchResult:
     """How the ranks of one start ended.
 
     code         0; 75 if a rank saved and stopped; 130 if the user forced the end; else the exit code of the cause
-    cause        the first failure that is not a consequence of another one; None without failures
+    cause        the first failure that is not a consequence of another one; None: no rank failed
     failures     in order of time
     killed       ranks that were killed, because they hung or did not exit after the failure of another rank
     results      the second value that `main` returned, by rank; None for ranks that failed
     stop         the first signal that requested a stop, such as "SIGINT", or None; ranks must not be restarted after it
-    num_updates  completed updates of all phases; 0 if this start completed none
-    place        rank, phase and update of the cause, as far as they are known
+    num_updates  number of completed updates of all phases; 0 if this start completed none
+    place        rank, phase and update of the cause, those of them that are known
     """
 
     code: int
@@ -526,7 +526,7 @@ def _cleanup() -> Iterator[list[_Rank]]:
                 os.waitpid(rank.pid, os.WNOHANG)
 
 
-REMINDER_S = 0.5  # interval between stop requests, since a rank may not have had its handler yet
+REMINDER_S = 0.5  # interval between stop requests, since a rank may not have installed its handler yet
 _JOIN_DESCRIPTORS = 10  # besides a socket per peer: crash file, folders, pipe, store, Gloo's listener and poll
 _JOIN_THREADS = 3  # of Gloo: one per device, and two for collectives
 OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, all have ended after 10 s

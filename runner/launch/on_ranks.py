@@ -201,6 +201,6 @@ def run_as_rank(plan: Plan, member: RankInfo, function: Callable[[World], Result
 
 
 def _watchdog_s(choice: Choice) -> float:
-    """Return the time within which the watchdog reports a hang; 0 without a watchdog."""
+    """Return the time within which the watchdog reports a hang; 0 if there is no watchdog."""
     limits = make_chosen(WATCHDOGS, choice)
     return 0.0 if limits is None else limits.total_s

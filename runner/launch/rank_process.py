@@ -27,7 +27,7 @@ Main = Callable[[RankInfo], tuple[int, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class RankReport:
-    """The report that a rank wrote before it exited.
+    """How a rank ended, according to the report that it wrote before it exited.
 
     is_complete  False: the process exited before it could write the report
     what         how it ended, such as "raised ValueError: no such file"; empty if it returned
@@ -82,7 +82,7 @@ def read_report(folder: Path, rank: int) -> RankReport:
 
 
 def _set_up(supervisor: int, folder: Path, rank: int) -> None:
-    """Die with the supervisor, ignore terminal signals, and write a traceback if Python itself crashes."""
+    """Die with the supervisor, leave its session, and write a traceback if Python itself crashes."""
     die_with_parent(supervisor)
     gc.freeze()  # imported modules stay: collecting them would take 0.2 s and copy their shared pages
     # A separate session, so that Ctrl-C reaches the supervisor only, and the supervisor finds orphans of the rank by
@@ -91,9 +91,10 @@ def _set_up(supervisor: int, folder: Path, rank: int) -> None:
     # The supervisor's pipe is closed in this process: a signal would write to whatever file gets its descriptor next.
     signal.set_wakeup_fd(-1)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
-        if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:  # as under nohup
+        # Keep SIGHUP ignored, as under nohup.
+        if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:
             signal.signal(signal_number, signal.SIG_DFL)
-    # The supervisor repeats SIGUSR1 until the rank exits. It would kill the rank whenever no handler is installed.
+    # The supervisor repeats SIGUSR1 until the rank exits. Without a handler, the signal would kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)

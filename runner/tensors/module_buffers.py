@@ -15,7 +15,7 @@ from runner.base.errors import TaskFault
 from runner.base.text import abbreviate
 from runner.tensors.bitwise import bitwise_equal, is_dense
 
-# Larger frozen parameters belong to a pretrained model, and memory may have no room for a copy of it.
+# Larger frozen parameters belong to a pretrained model, and a copy of them may not fit in memory.
 MAX_FROZEN_BYTES = 1 << 30
 
 
@@ -154,8 +154,8 @@ def frozen_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
 def restore_parameters(parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Restore the values of these parameters on exit.
 
-    The values are written through `data`, which does not increment the version counters: only those of parameters that
-    the block has changed differ, and show that forward passes change them.
+    The values are written through `data`, which does not increment the version counters. So a counter that differs
+    afterwards shows that the block has changed its parameter.
     """
     saved = [(weight, weight.data, weight.detach().clone()) for weight in parameters]
     try:
@@ -170,8 +170,8 @@ def restore_parameters(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 def restore_forward_state(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the buffers and the frozen parameters of these modules (not of their children) on exit.
 
-    For forward passes that must change nothing, before it is known which frozen parameters forward passes change, as in
-    a mean teacher. Raises TaskFault if one changes and they are too large to be copied.
+    For forward passes that must change nothing, while it is not known yet which frozen parameters they change, as in a
+    mean teacher. Raises TaskFault if they change frozen parameters that are too large to be copied.
     """
     owners = list(modules)
     frozen = frozen_parameters(owners)

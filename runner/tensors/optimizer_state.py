@@ -288,7 +288,7 @@ def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def _copy_of_shared(optimizer: Optimizer, tensors: Saved, name: str) -> Tensor:
-    """Return a copy of a saved tensor, on the device where the optimizer has created it, if it has done so already."""
+    """Return a copy of a saved tensor, on the device of the optimizer's tensor if the optimizer has created it."""
     saved = in_memory(tensors[name])
     device = optimizer.param_groups[0]["params"][0].device if saved.shape else torch.device("cpu")
     created = dict(_flatten_state(_shared_state(optimizer))).get(name.removeprefix(f"{SHARED_STATE}."))

@@ -1,4 +1,4 @@
-"""Save the numbers that an optimizer changes outside of its state in checkpoints, and restore them.
+"""Save in checkpoints, and restore, the numbers that an optimizer changes outside of its state.
 
 Such numbers are in attributes of the optimizer, or in its parameter groups, next to settings such as the learning rate,
 which checkpoints do not contain, because they come from the configuration.

@@ -70,7 +70,7 @@ def _identify(source: ModelSource, trained: TrainedModel, plan: Plan, split: Spl
         ]
     with closing(parts.splits.evaluation_loader(split.fetcher)) as loader:
         data, varying = fingerprint_data({"split": split.fetcher}, loader)
-    # Only the first sample: how many are read depends on their speed.
+    # Only the first sample, because how many others are read depends on how fast they can be read.
     first = None if varying else next(iter(data["split"]["hashes"].values()), None)
     identity |= {"samples": [len(split.fetcher), first], "version of accel-run": __version__}
     identity |= fingerprint_code(parts.source)  # path -> hash
@@ -110,7 +110,7 @@ class TableParts:
         self._unwritten: list[int] = []  # numbers of finished batches
         self._unwritten_size = 0
         self._has_written = False
-        self._tenths = 0  # of the rows when progress was last reported
+        self._tenths = 0  # tenths of the batches that were finished at the last report
         self._last_write = time.monotonic()
 
     @property

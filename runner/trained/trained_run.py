@@ -57,7 +57,7 @@ class TrainedModel:
     """A trained model with its plan on this machine, its parts, and the directory for results.
 
     phase   phase that trained the model
-    update  completed updates of all phases; 0 with `weights=`
+    update  number of completed updates of all phases; 0 with `weights=`
     """
 
     directory: RunDirectory
@@ -182,7 +182,7 @@ def broadcast_name(source: ModelSource, world: World) -> ModelSource:
 
 
 def _open_results(source: ModelSource, plan: Plan, stack: ExitStack, *, owns_results: bool) -> RunDirectory:
-    """Return the directory for results with `weights=`: that of a run without training."""
+    """Return the directory for results with `weights=`: a run directory in which nothing is trained."""
     root = plan.settings.root
     if not owns_results:
         return RunDirectory.join(root / source.name)
@@ -200,12 +200,12 @@ def _open_weights(
     phase = plan.selected[-1]
     _begin_phases(parts, [each.name for each in plan.selected], phase.name)
     message = load_given()
-    # As after the phase: a value such as a temperature has its last value in trained weights. The length of the phase
-    # in the unit that is not set would depend on the data.
+    # The progress is that at the end of the phase, because a value such as a temperature then has its last value. Only
+    # the unit in which the length is set is known here: the length in the other one would depend on the data.
     total = phase.updates or 1
     _begin_update(parts, Progress(phase.name, total, total, float(phase.epochs or 0)))
     if type(parts.task).begin_update is not Task.begin_update:
-        load_given()  # again: a buffer that it sets has its trained value in the weights
+        load_given()  # again: if begin_update sets a buffer, the weights contain its trained value
     console.info(f"{source.name}: {message}")
     return TrainedModel(directory, plan, parts, phase.name, 0)
 

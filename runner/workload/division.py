@@ -14,9 +14,9 @@ class Batch:
     """Division of a global batch: it is the sum of the shares, and each share is the sum of its micro-batches.
 
     micro_batch_size  maximum number of samples in a forward pass of a rank
-    shares            samples per update for each rank, or for each copy of the model that consists of several ranks
+    shares            number of samples per update for each rank, or for each copy of the model on several ranks
     in_one_pass       each rank runs its whole share as one micro-batch, even if shares change during the run
-    stages            ranks of a copy of the model, the stages of a pipeline
+    stages            number of ranks that hold one copy of the model, the stages of a pipeline
     """
 
     global_batch_size: int
@@ -31,7 +31,7 @@ class Batch:
         return len(self.shares)
 
     def share_of(self, rank: int) -> int:
-        """Return the samples per update that pass through a rank."""
+        """Return the number of samples per update that pass through a rank."""
         return self.shares[rank // self.stages]
 
     @property

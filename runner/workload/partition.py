@@ -86,7 +86,7 @@ def split(
     costs             seconds per micro-batch of each layer on a device of speed 1
     memory_bytes      bytes of each layer independent of the batch: parameters, gradients, optimizer state
     activation_bytes  bytes that each layer saves for the backward pass of one micro-batch
-    in_flight         micro-batches that each stage keeps simultaneously
+    in_flight         number of micro-batches that each stage keeps simultaneously
     """
     layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
     problem = _check_layer_count(layers)

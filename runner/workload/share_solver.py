@@ -100,7 +100,7 @@ class ShareSolver:
     rescaled.
 
     start     initial shares; default: as equal as possible
-    warm_up   first updates whose times are ignored
+    warm_up   number of first updates whose times are ignored
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class ShareSolver:
         return tuple(rank.fitted.line for rank in self.ranks) if self._is_fitted else ()
 
     def ahead(self, num: int) -> Shares:
-        """Return the samples per rank `num` updates after the next one, as far as already decided."""
+        """Return the samples per rank `num` updates after the next one, unless a later decision changes them."""
         trial = num - self._warm_up_left
         return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
 
     def observe(self, seconds: Sequence[float], samples: Sequence[int] | None = None) -> Decision | None:
         """Add the busy seconds of each rank in the last update; return the resulting change, if any.
 
-        samples  samples per rank if not `shares`, as in a smaller last update, or with a split decided earlier
+        samples  samples per rank; None: `shares`. They differ in a smaller last update, or with a split decided earlier
         All ranks must pass the same values.
         """
         times = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds))

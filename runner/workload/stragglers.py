@@ -78,8 +78,8 @@ class StragglerDetector:
 
     A straggler must be found in two consecutive windows: on a shared machine any rank is slow at times.
 
-    window    updates per decision; fewer are noisier
-    warm_up   first updates to ignore: they include start-up work
+    window    number of updates per decision; with fewer, decisions are noisier
+    warm_up   number of first updates to ignore, because they include start-up work
     """
 
     def __init__(self, *, window: int = WINDOW, warm_up: int = 5) -> None:

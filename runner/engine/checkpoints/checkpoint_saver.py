@@ -42,7 +42,7 @@ class Saver:
 
     save_cost     cost of saving, over all phases of the run
     host_buffers  memory for two copies of the state: the one being written, and the best one held in memory
-    on_disk       number of the newest existing checkpoint, None if there is none
+    on_disk       number of the newest existing checkpoint, or None if there is none
     bests         (metric value, number) of the best saved checkpoints of the phase, best first
 
     With `checkpoint.every=auto`, a best checkpoint is written at once only if that does not exceed the cost limit of
@@ -169,7 +169,7 @@ class Saver:
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
         counts_as_cost  another update follows, so the time of the save delays training and counts as cost
         overwrite       replace an existing checkpoint of the same update
-        Raises StorageError if the last three saves failed, and exceptions of `take_snapshot`.
+        Raises StorageError if the last three saves failed. Exceptions of `take_snapshot` are passed on.
         """
         start = time.perf_counter()
         self.writer.wait()  # the buffer is in use until then
@@ -203,7 +203,7 @@ class Saver:
                 )
 
     def is_due_by_time(self) -> bool:
-        """Return True if the save interval has elapsed and the writer is idle: waiting for the writer blocks training.
+        """Return True if the save interval has elapsed and the writer is idle; waiting for it would block training.
 
         Warns once if a write takes longer than the interval between saves.
         """

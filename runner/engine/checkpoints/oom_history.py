@@ -25,7 +25,7 @@ class ReducedMicroBatch:
     update      number of updates of the phase that were completed before the reduction
     rank        rank to which it applies; None: all ranks
     size        maximum number of samples of a micro-batch after the reduction
-    asked       maximum number that the settings requested
+    asked       maximum number of samples that the settings request
     world_size  number of ranks
     in_place    True: the process continued; False: it ended, and the run resumed from its last checkpoint
     """

@@ -73,7 +73,7 @@ def compare(
     """Return the allowed differences. Raises IncompatibleResume listing all others.
 
     trained  number of updates of the phase in the checkpoint
-    last     settings of the last process of the run, whose differences the user has already allowed; None: unknown
+    last     settings of the last process of the run; their differences are already allowed; None: unknown
     """
     if "task" in before and before["task"] != now.get("task"):  # all other differences follow from this one
         what = f"this run was trained with task {before['task']}, but the task is now {now.get('task')}"
@@ -209,7 +209,7 @@ def _collect_needs(plan: Plan, name: str) -> set[str]:
 
 
 def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
-    """Return whether finished phases run again, as if `phases` is set and the checkpoint belongs to another run."""
+    """Return whether finished phases run again: `phases` is set, and the checkpoint belongs to another run."""
     return plan.settings.phases is not None and start.path.parent != directory.checkpoints
 
 
@@ -254,8 +254,8 @@ def _add_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_resume(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory, report: Callable[[str], None]) -> None:
     """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
 
-    A setting that `resume_allow` has permitted keeps its value if the run is resumed again before it has saved a
-    checkpoint, without permission to change it further. Call this before plan.json is replaced.
+    If the run is resumed again before it has saved a checkpoint, a setting that `resume_allow` has permitted may keep
+    its value, but must not change further. Call this before plan.json is replaced.
     """
     for difference in _differences(plan, start, directory):
         if difference.key not in _UNREPORTED:
@@ -300,7 +300,7 @@ def check_trained_names(start: LoadedCheckpoint, names: Iterable[str]) -> None:
 
 
 def _last_values(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the settings with which the last process of the run has started; None if they are unknown."""
+    """Return the settings with which the last process of the run started; None if they are unknown."""
     try:
         values = Plan.from_json(read(directory.path / PLAN, at_most=_MAX_PLAN_BYTES).decode()).values()
     except (AccelRunError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
@@ -375,7 +375,7 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
 
 
 def count_repeated(metrics: Path, phase: str, update: int) -> int:
-    """Return how many updates of the phase metrics.jsonl contains after `update`, which each phase counts from 1."""
+    """Return the number of updates in metrics.jsonl after `update` of this phase; each phase counts from 1."""
     updates = (row.get("update") for row in read_rows(metrics) if row.get("phase") == phase)
     return max((each - update for each in updates if isinstance(each, int)), default=0)
 

@@ -1,6 +1,6 @@
 """Decide when to save a checkpoint and how many to keep, and measure what saving costs.
 
-Keys of several options:
+Keys that several options share:
 
 keep           number of newest checkpoints to keep; at least two are always kept
 best           evaluation metric whose best checkpoints are also kept (default: that of early_stopping); null: none

@@ -190,7 +190,7 @@ def check_loss_is_sum(
             fault = _sum_fault("loss() returns", "the loss", verdict, loss, parts) if verdict.is_fault else None
             reason = verdict.reason
             warning = _deviation_warning(verdict.values) if verdict.deviates and verdict.values else ""
-            for name, verdict in verdicts.items():  # the third value of the loss
+            for name, verdict in verdicts.items():  # metrics in the third value of the loss
                 # A sum with a constant count is a useful metric, such as items per micro-batch.
                 if verdict.is_fault and verdict.kind == "mean":
                     fault = fault or _sum_fault(f"{_THIRD_VALUE} has", name, verdict, loss, parts)
@@ -211,8 +211,8 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
     still roughly doubles from a half to the batch, and from rows repeated twice to rows repeated four times, whereas
     the mean of a cross-entropy grows by log(2). The loss is rejected only if both increases are small, because the
     terms of some sums become smaller in larger batches. Single rows are not compared with rows repeated twice, because
-    the first repetition gives each row a partner of its class. A loss is not rejected either if its count does not
-    grow with the batch, as a number of classes does not.
+    the first repetition gives each row a partner of its class. Nor is a loss rejected if its count does not grow with
+    the batch, as a number of classes does not.
     """
     task = parts.task
 

@@ -1,4 +1,4 @@
-"""Name the modules that make an update depend on its division into micro-batches and shares."""
+"""Name the modules that make an update depend on how it is divided into micro-batches and among ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -
 
 
 def describe_calls(calls: Mapping[str, str], batch: Batch) -> str:
-    """Return a note on calls that depend on the division of the batch; empty if it is not divided or there are none.
+    """Return a note on calls that depend on how the batch is divided; empty if it is not divided or there are none.
 
     calls  file:line -> what is called there, see `BatchDependentCalls`
     """

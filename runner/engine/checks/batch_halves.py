@@ -1,4 +1,4 @@
-"""Split a batch into two halves between its samples."""
+"""Split the samples of a batch into two halves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runner.engine.checks.controlled_pass import list_tensors
 
 
 class BatchPart(NamedTuple):
-    """Part of a batch, with the samples that determine its random draws."""
+    """Part of a batch, and its samples, which determine its random numbers."""
 
     batch: Any
     samples: BatchSamples | None
 
 
 def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
-    """Split a batch into two parts; return None if it cannot be split between samples safely.
+    """Split a batch into two parts; return None if it cannot safely be split by sample.
 
     Every tensor except scalars must have one row per sample. Lists with one element per sample are split too if they
     contain no tensors; scalars, numbers and strings are copied to both parts.

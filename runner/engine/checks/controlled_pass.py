@@ -17,7 +17,7 @@ class ChangesWeights(Exception):
 
 @dataclass
 class Draws:
-    """The random numbers of one comparison. Operations are identified by their number in the pass and their name.
+    """The random numbers of one comparison. Operations are identified by their name and their position in the pass.
 
     first_draws      operation -> its numeric arguments, and the first element that it drew in the first pass
     selects_samples  True if an operation draws indices of samples: randperm, or one whose arguments depend on the size

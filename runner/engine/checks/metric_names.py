@@ -20,7 +20,7 @@ from runner.loading.loaders import Loader
 class MetricNames(NamedTuple):
     """Names of metrics.
 
-    known     returned for a batch, or declared by `Task.metrics`
+    known     names returned for a batch, or declared by `Task.metrics`
     prefixes  prefixes of the names of declared metrics that may have several values
     """
 
@@ -33,7 +33,7 @@ class MetricNames(NamedTuple):
 
 
 def find_metric_names(parts: Parts, loader: Loader, indices: Sequence[int]) -> MetricNames | None:
-    """Evaluate a batch of held-out samples; return the names of the metrics, None if they are not known yet.
+    """Evaluate a batch of held-out samples; return the names of the metrics, or None if they are not known yet.
 
     Errors are ignored, because the first evaluation reports them. Every rank must call this function, with the same
     samples.
@@ -58,7 +58,7 @@ def _evaluate_batch(parts: Parts, loader: Loader, indices: Sequence[int]) -> Met
         sums = expand_metrics(validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, parts.source))
     if type(task).summarize is Task.summarize:
         return MetricNames([*sums, *states.states], [f"{name}." for name in states.states])
-    if states.states:  # `summarize` needs their values, which need all samples
+    if states.states:  # `summarize` needs their values, which depend on all samples
         return None
     values: Mapping[str, float] = {name: float(total) / (float(count) or 1.0) for name, (total, count) in sums.items()}
     return MetricNames([*task.summarize(values)])

@@ -1,4 +1,4 @@
-"""Find calls outside of torch's modules whose result depends on the division of an update into micro-batches."""
+"""Find calls outside of torch's modules whose result depends on how an update is divided into micro-batches."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _equals_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     if (other.shape, other.dtype) != (one.shape, dtype) or not (dtype.is_floating_point or dtype.is_complex):
         return False
     eps, other = torch.finfo(dtype).eps, other.detach().to(one.device)
-    if one.element_size() < 4:  # dtypes without arithmetic
+    if one.element_size() < 4:  # some of these dtypes, such as float8, have no arithmetic
         one, other = one.float(), other.float()
     # Rounding errors of a scaled tensor are relative to each element, those of a centered one to the largest element.
     largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
@@ -507,7 +507,7 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
         raise TaskFault(f"{name} must be a property, but {what}", where=locate_definition(value, source), fix=fix)
     what = f"{name} must be a mapping, but is {describe_value(value)}"
     fix = f"@property\ndef {name}(self): return {{}}"
-    if not isinstance(inspect.getattr_static(type(task), name), property):  # assigned, perhaps for another purpose
+    if not isinstance(inspect.getattr_static(type(task), name), property):  # an attribute, perhaps for another purpose
         fix = f"use another name if it is not meant for accel-run, or assign a mapping: self.{name} = {{...}}"
     raise TaskFault(what, where=locate_definition(type(task), source), fix=fix)
 

@@ -99,7 +99,7 @@ def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
 
 
 def _is_shared_memory_full(info: ExceptionInfo, lower: str) -> bool:
-    """Return True if /dev/shm is full, while writing a batch or creating the locks of a queue."""
+    """Return True if /dev/shm was full when a batch was written or the locks of a queue were created."""
     if "no space left on device" in lower and "OSError" in info.bases and _is_from_multiprocessing(info):
         return True
     return any(message in lower for message in _SHM_FULL_MESSAGES) or (
@@ -118,7 +118,7 @@ def _is_from_multiprocessing(info: ExceptionInfo) -> bool:
 
 
 def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
-    """Return the fault for an autograd error in the runner's backward pass, which an operation of the task causes."""
+    """Return the fault for an autograd error in the runner's backward pass that an operation of the task caused."""
     where = f"{what}: {source}"
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:

@@ -68,7 +68,7 @@ class TimedUpdate:
     """Items and seconds of the updates after the first one of a process.
 
     The seconds run from the end of the first update to the end of the last one, so they include work between updates:
-    evaluations, checkpoints, logging.
+    evaluations, checkpoints and logging.
     """
 
     items: float = 0.0

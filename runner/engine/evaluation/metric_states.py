@@ -100,7 +100,7 @@ class MetricStates:
                 yield fault
 
     def results(self) -> dict[str, float]:
-        """Return name -> value over all ranks, NaN without samples; collective."""
+        """Return name -> value over all ranks, or NaN if there are no samples. A collective."""
         with torch.no_grad():
             results: dict[str, float] = {}
             for state in self.states.values():
@@ -401,7 +401,7 @@ def _copy_metric(metric: Any) -> Any:
 
 
 # The state of a metric on this rank: `add` receives what `evaluate` returned for a batch, and the position of its first
-# sample; `result` returns name -> value over all ranks, NaN without samples, and is collective.
+# sample; `result` returns name -> value over all ranks, or NaN if there are no samples, and is a collective.
 _State = _GatherState | _CoupledState | _TorchMetricState
 _MERGEABLE = "use runner.Gather, or parallelism=single"
 

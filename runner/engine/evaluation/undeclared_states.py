@@ -57,7 +57,7 @@ class AttributeWatch:
             return []
         try:
             repeated = copy.deepcopy(self._metric)
-        except Exception:  # without a copy, nothing can be tested: each may be a state
+        except Exception:  # without a copy, nothing can be tested, so each may be a state
             return sorted(changed)
         with _undisturbed():
             update(repeated)
@@ -133,7 +133,7 @@ def _hash_attributes(metric: nn.Module) -> dict[str, str]:
 def _hash_attribute(value: Any, memo: dict[int, tuple[Any, str]]) -> str:
     try:
         return hash_content(value, memo)
-    except Exception:  # an object that refers to itself, a tensor without content, any object of a library
+    except Exception:  # an object that refers to itself, a meta tensor, any object of a library
         return ""
 
 

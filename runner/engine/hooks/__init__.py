@@ -40,7 +40,7 @@ HOOKS: Sequence[type[Hook]] = [
     ShowProgress,  # displays the loss of an update before its evaluation is printed
     # The hooks of the task file and of packages run here (custom.py): what they change counts as part of the update.
     ForwardState,  # records what an update has changed before evaluations and checkpoints rely on it
-    AttributeCheck,  # its forward passes restore buffers, and the parameters that ForwardState treats as buffers
+    AttributeCheck,  # restores buffers after its forward passes, including those that ForwardState has found
     Averaging,  # averages the weights before an evaluation uses the average
     OptimizerAverage,  # likewise, for the average that an optimizer keeps
     EarlyStopping,  # counts an evaluation before a checkpoint includes the count

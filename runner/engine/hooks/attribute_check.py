@@ -239,7 +239,7 @@ def _is_moved(before: _Weight, now: _Weight) -> bool:
     is_same_storage = before.address == now.address
     if is_same_storage and before.version != now.version:
         return True
-    # At another alignment, a norm is summed in another order and rounds differently. `repr`: NaN must equal NaN.
+    # With a different alignment, a norm is summed in a different order. `repr`, because NaN must equal NaN.
     tolerance = 0.0 if is_same_storage else 4 * torch.finfo(now.format[1]).eps
     return repr(before.norm) != repr(now.norm) and not math.isclose(before.norm, now.norm, rel_tol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Save checkpoints of a phase: periodically, when a metric is among the best, when stopped, and at the end."""
+"""Save checkpoints of a phase: periodically, when a metric is among the best, before a stop, and at the end."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ class Checkpointing(Hook):
         is_due = is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
         if is_due and self._has_next_update():  # `end` saves the last update
             too_late = self.save()
-            if too_late:  # a stop was requested after the ranks agreed; another update could not be saved either
+            # A stop was requested after the ranks exchanged their requests, and too little time is left to save this
+            # update or a later one.
+            if too_late:
                 phase.interrupt()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
@@ -147,7 +149,7 @@ class Checkpointing(Hook):
         if too_late:
             self.is_unsaved = True
             self._report_newest(too_late)
-        # The watchdog applies the timeout of checkpoints until the phase is closed.
+        # The watchdog applies the timeout for checkpoints until the phase is closed.
         phase.progress_mark.advance(CHECKPOINT, phase.position.update)
         with phase.stopwatch.during("saving"):
             observers.metrics.sync()
@@ -166,14 +168,14 @@ class Checkpointing(Hook):
 
     @property
     def newest_number(self) -> int | None:
-        """The number of the newest checkpoint of this run, None if there is none."""
+        """The number of the newest checkpoint of this run, or None if there is none."""
         newest = self.saver.newest_number()
         return max(self.phase.run.progress.kept, default=None) if newest is None else newest
 
     # ------------------------------------------------------------ deciding when to save
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
-        """Save the state of this update, or hold it in memory, if its metric `checkpoint.best` is one of the best."""
+        """Save the state of this update, or hold it in memory, if its value of `checkpoint.best` is among the best."""
         name, broadcast = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
@@ -213,7 +215,8 @@ class Checkpointing(Hook):
 
         value  value of the metric `checkpoint.best` if this checkpoint is one of the best
         """
-        # A run stopped in its last evaluation was saved before it was finished: save it again, marked as finished.
+        # If the run was stopped during its last evaluation, the checkpoint of this update does not mark the phase as
+        # finished. Save it again with this mark.
         is_saved = self.saved_at == self.phase.position.update
         overwrite = is_saved and self.phase.record.finished and not self._is_saved_finished
         if is_saved and not overwrite:
@@ -262,7 +265,7 @@ class Checkpointing(Hook):
                 self.saver.write_held()
 
     def _has_next_update(self) -> bool:
-        """Return whether another update follows; the last one is always saved."""
+        """Return whether another update follows; `end` saves the last one."""
         return not self.phase.is_over and not self.phase.must_stop
 
     @property
@@ -271,7 +274,7 @@ class Checkpointing(Hook):
         return self.phase.run.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
 
     def _deadline_problem(self) -> str | None:
-        """Return why a save cannot finish before the kill deadline, or None if it can; equal on all ranks."""
+        """Return why a save cannot finish before the kill deadline, or None if it can; the same on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
         self.saver.poll_writer()
@@ -279,7 +282,7 @@ class Checkpointing(Hook):
         return problem
 
     def _check_directory(self) -> None:
-        """Check that the run directory exists and is locked by this run; raises as `check_location` does."""
+        """Check that the run directory exists and is locked by this run. Raises the errors of `check_location`."""
         if self.phase.parts.world.is_first:
             self.phase.run.directory.check_location(self.phase.run.observers.screen.warn_once)
 
@@ -382,7 +385,7 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite: a finite loss need not depend on all of them.
+        """Raise NumericError if learned values are not finite. The loss may be finite, as it need not use all of them.
 
         Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """
@@ -405,6 +408,6 @@ class Checkpointing(Hook):
 
 
 def hook_state(name: str, start: LoadedCheckpoint) -> Any:
-    """Return the state of the hook of this name in a checkpoint, None if there is none."""
+    """Return the state of the hook of this name in a checkpoint, or None if there is none."""
     state = start.state.get(name)
     return {**(state or {}), **start.tensors(name)} if name in start.stems else state

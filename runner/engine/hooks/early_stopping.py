@@ -51,7 +51,7 @@ class EarlyStopping(Hook):
         return {"best": self.best, "num_bad": self.num_bad, **self._ranking()}
 
     def load_state_dict(self, state: Any) -> None:
-        # A difference means that `resume_allow` has permitted another metric. Older checkpoints do not name it.
+        # A difference means that `resume_allow` has permitted a different metric. Older checkpoints do not name it.
         if all(state.get(key, value) == value for key, value in self._ranking().items()):
             self.best, self.num_bad = state["best"], int(state["num_bad"])
 

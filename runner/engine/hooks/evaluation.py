@@ -162,7 +162,7 @@ class Evaluation(Hook):
         run.tally.num_evaluations += 1
         phase.write_row(result.metrics)
         phase.record.metrics |= result.metrics
-        # Baselines do not affect the order, because computing them here could change random numbers of the training.
+        # Baselines do not affect the order, because computing them here could change the random numbers of training.
         run.observers.screen.show_metrics(update, result.metrics, result.empty, phase.planned.deciding_metrics)
         non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]
         if non_finite:

@@ -147,7 +147,7 @@ class FirstUpdate(Hook):
         reached: dict[str, bool] = {}
         # Each stage of a pipeline has only some of the parameters.
         for of_rank in parts.world.gather(self.phase.work.first_gradients()):
-            for name, has_gradient in of_rank.items():  # samples of other ranks may reach a parameter
+            for name, has_gradient in of_rank.items():  # a parameter may have a gradient on other ranks only
                 reached[name] = reached.get(name, False) or has_gradient
         missed = [name for name, has_gradient in reached.items() if not has_gradient]
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples

@@ -47,11 +47,13 @@ class ForwardState(Hook):
 
     A frozen parameter that a forward pass changes in place is treated as a buffer of its module: it is then
     synchronized over ranks and restored after evaluations. It does not appear in `buffers()` of the module,
-    because a task may copy the buffers of one module to those of another, such as a momentum encoder. Non-persistent
-    buffers that training changes are saved, even if they grow; buffers that shrink are not restored, because a module
-    may record the length of its cache elsewhere.
+    because a task may copy the buffers of one module to those of another, such as a momentum encoder.
 
-    Trained parameters whose gradient a hook or the task has disabled are saved by name and disabled on resume.
+    Non-persistent buffers are saved if training changes them, even if they have grown. A buffer that has shrunk is not
+    restored: it may be a cache whose length the module also stores elsewhere.
+
+    The names of trained parameters for which a hook or the task has set requires_grad=False are saved; it is set again
+    on resume.
     """
 
     name = "forward_state"
@@ -141,7 +143,7 @@ class ForwardState(Hook):
 
     @staticmethod
     def load_finished_phase(run: TrainingRun, state: Any) -> None:
-        """Restore the state of a finished phase, from whose model the next phase starts.
+        """Restore the state of a finished phase; the next phase starts from the model of that phase.
 
         In an uninterrupted run, the next phase has this state too, and its checkpoints contain it.
         """
@@ -160,10 +162,10 @@ class ForwardState(Hook):
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
 
-    # ------------------------------------------------------------ gradients that were disabled
+    # ------------------------------------------------------------ trained parameters without gradients
 
     def _find_without_grad(self) -> list[str]:
-        """Return the trained parameters that require no gradient; with objectives, the loop itself sets this."""
+        """Return the trained parameters with requires_grad=False; none with objectives, where the loop sets it."""
         work = self.phase.work
         trained = work.trained if isinstance(work, LossPhase) else {}
         return sorted(name for name, weight in trained.items() if not weight.requires_grad)

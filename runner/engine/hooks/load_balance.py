@@ -28,7 +28,7 @@ class LoadBalance(Hook):
         super().__init__(phase)
         self._straggler_detector = StragglerDetector()
         self._num_compared = 0  # number of updates whose times all ranks have reported
-        self._num_since_row = 0  # number of these updates since the last row, without the start-up update
+        self._num_since_row = 0  # number of these updates since the last row, excluding the start-up update
         self._seconds: list[dict[str, float]] = []  # sum over these updates, by rank and part
         self._idle: Mapping[str, float] = {}
 

@@ -46,7 +46,7 @@ class _Origin(NamedTuple):
     kind         a key of _FIXES
     what         description; empty if everything was finite in the repetition
     items        number of items of the losses on this rank; None if unknown
-    samples      samples that are not finite themselves
+    samples      samples that contain non-finite values
     micro_batch  samples of the micro-batch in which the origin was found
     """
 

@@ -18,7 +18,7 @@ class OutOfMemory(Hook):
     """Policy of `OomRetry` for a phase: choose micro-batch sizes and report.
 
     rows    all reductions of micro-batches in this run, in all phases and on all ranks
-    memory  usage at the last out-of-memory error on this rank, None if there was none; `last_problem`: its message
+    memory  usage at the last out-of-memory error on this rank; None: there was none; `last_problem`: its message
     """
 
     def __init__(self, phase: PhaseView) -> None:

@@ -48,7 +48,7 @@ class Exchange:
         """Send the status of this rank; return the merged status after the previous update, or None for the first."""
         row = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         zeros = [0.0] * _ROW_WIDTH
-        # An all-gather, as a sum to which other ranks add zeros, so that the gradients' all-reduce can carry it.
+        # An all-gather as a sum, to which the other ranks add zeros, so that the gradients' all-reduce can carry it.
         rows = [row if rank == self.world.rank else zeros for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)

@@ -50,7 +50,7 @@ def no_hooks(parameters: Mapping[str, nn.Parameter], objective: str) -> None:
 class PhaseKind:
     """Base class of phase kinds, with no-op methods; `position` counts its updates.
 
-    total  updates until the phase is complete
+    total  number of updates until the phase is complete
     owned  parameters updated by this rank, by name
     """
 
@@ -81,7 +81,7 @@ class PhaseKind:
         """Record the metrics of an evaluation."""
 
     def observed_metrics(self) -> Mapping[str, str]:
-        """Return the metrics on which learning rates depend, by their settings."""
+        """Return setting -> metric for the metrics on which learning rates depend."""
         return {}
 
     def close(self) -> Mapping[str, float]:

@@ -41,7 +41,7 @@ class RunAttempt:
 
     record   content of run.json, written only once the run can start, so that a refused attempt does not change it
     began    start in seconds since 1970
-    reached  completed updates of all phases, saved or not; 0: unknown
+    reached  number of completed updates of all phases, saved or not; 0: unknown
     """
 
     def __init__(self, directory: RunDirectory, record: RunRecord, began: float) -> None:
@@ -181,7 +181,7 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
 
     began      start of the ranks in seconds since 1970
     stacks     stack traces of all ranks if they hung, for stacks.txt
-    completed  completed updates of all phases, saved or not; 0: unknown
+    completed  number of completed updates of all phases, saved or not; 0: unknown
     """
     if not job.folder.is_dir():
         return
@@ -202,7 +202,7 @@ def record_rank_failure(directory: RunDirectory, error: Exception, rank: int, be
     another machine, or if its record says that the run has ended.
 
     began      start of the rank in seconds since 1970
-    completed  completed updates of all phases, saved or not; 0: unknown
+    completed  number of completed updates of all phases, saved or not; 0: unknown
     """
     record = read_record(directory.path)
     if record.process.state != "running":
@@ -265,7 +265,7 @@ def _format_command(request: Request, name: str) -> bytes:
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
     """Return the name of the newest valid checkpoint, or of the newest one if it cannot be checked now."""
-    if isinstance(error, Hang):  # not verified, as the disk may hang; only complete checkpoints have this name
+    if isinstance(error, Hang):  # not verified: the disk may be blocked; only complete ones have this name
         return newest_name(directory.checkpoints)
     try:
         valid = newest_valid(directory.checkpoints, directory.owner)

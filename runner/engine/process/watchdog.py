@@ -48,7 +48,7 @@ MAX_RECENT = 100  # number of durations to keep; only operations longer than a t
 NUM_SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
 RECOMPILE_FACTOR = 1.5  # factor on the first duration: compiling for another shape may take longer
 STOP_TIMEOUT_S = 5.0  # after a stop request, for the first update of a process; clusters kill after 10 to 30 s
-REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself hang
+REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself be blocked
 
 
 class ProgressMark:
@@ -56,7 +56,7 @@ class ProgressMark:
 
     now              (kind, update): a new tuple for each operation, even if equal to the previous one
     completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
-    num_updates      completed updates of all phases and processes; 0 until this process completes one
+    num_updates      number of completed updates of all phases and processes; 0 until this process completes one
     is_ending        whether training is over and only seconds remain, so that a stop has no effect
     write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
     is_stopping      returns whether a stop was requested
@@ -215,7 +215,7 @@ class WorkDurations:
     The first duration, which may include compilation, is the reference until some later ones are known.
 
     completed_kinds  see `ProgressMark`
-    compiles         whether models are compiled: another shape, such as a smaller last batch, is compiled again
+    compiles         whether models are compiled: a new shape, such as a smaller last batch, causes a recompilation
     """
 
     def __init__(self, limits: WatchdogLimits, completed_kinds: Set[str], *, compiles: bool) -> None:
@@ -359,7 +359,7 @@ class _ExitOnHang:
 
 
 def _leave(traces: HangTraces) -> None:
-    """End this process, which has trained nothing, although its main thread still waits for data or compiles."""
+    """End this process, which has trained nothing, although its main thread is still waiting for data or compiling."""
     code, checkpoints = Exit.INTERRUPTED, traces.checkpoints
     with suppress(Exception):
         if checkpoints is not None and call_with_timeout(1.0, lambda: newest_name(checkpoints)):

@@ -70,7 +70,7 @@ class RequestReader:
             )
         if os.getpid() == self._owner[0]:
             return LoadedBatch(request, self._fetcher[request])
-        # Only workers of torch's DataLoader ignore signals: SIGTERM must end others, such as those of a Pool.
+        # Only workers of torch's DataLoader may ignore signals: SIGTERM must end others, such as those of a Pool.
         if get_worker_info() is not None and not self._ignores_signals:
             ignore_stop_signals()
             self._ignores_signals = True
@@ -123,7 +123,7 @@ def _unpickle(content: bytes, owner: tuple[int, int]) -> RequestReader:
 
 
 class _Requests:
-    """Iterator over the requests, which a loader may read ahead and in another thread; `next` returns the one due next.
+    """Iterator over the requests, which a loader may read ahead and in another thread; `next` returns the one now due.
 
     Empty keys, for which this rank has no samples, are not requested. The loader receives copies, because it may change
     the list of indices.
@@ -148,7 +148,7 @@ class _Requests:
             raise StopIteration
 
     def next(self) -> MicroBatchKey | None:
-        """Return the key of the next batch, None at the end."""
+        """Return the key of the next batch, or None at the end."""
         with self._lock:
             if self._taken:
                 return self._taken.popleft()

@@ -92,7 +92,7 @@ class StreamSource:
             ) from error
 
     def lengths(self) -> tuple[int, ...] | None:
-        """Return the number of samples in use per shard, None if it is unknown."""
+        """Return the number of samples in use per shard, or None if it is unknown."""
         full = self._full_lengths()
         if self.limit is None:
             return full
@@ -110,7 +110,7 @@ class StreamSource:
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[None]:
-        """Let `torch.utils.data.get_worker_info` return the shard, by which datasets divide themselves.
+        """Make `torch.utils.data.get_worker_info` return the shard, which datasets use to divide themselves.
 
         Without shards it returns None, even in workers of a loader, because datasets must not divide themselves among
         workers. They must not divide themselves among ranks either, so RANK and WORLD_SIZE show a single rank:
@@ -194,7 +194,7 @@ def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
 
 @contextmanager
 def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
-    """Set what torch's `get_worker_info` returns, by which datasets divide themselves (private, torch 2.13)."""
+    """Set what torch's `get_worker_info` returns, which datasets use to divide themselves (private, torch 2.13)."""
     before = worker._worker_info
     worker._worker_info = info
     try:

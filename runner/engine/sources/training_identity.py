@@ -153,7 +153,7 @@ def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_sampler(before: str, now: str) -> None:
-    """Raise IncompatibleResume if the weights or lengths by which a sampler draws changed."""
+    """Raise IncompatibleResume if the weights or lengths that a sampler uses changed."""
     if before != now:
         raise IncompatibleResume(
             "the sampler's weights or lengths differ from the checkpoint's",
@@ -291,7 +291,7 @@ def _hash_item(digest: Any, item: Any, memo: dict[int, tuple[Any, str]] | None) 
 
 
 def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
-    """Add bytes to a hash; of more than several megabytes, add only evenly spaced blocks."""
+    """Add bytes to a hash; if they exceed several megabytes, add only evenly spaced blocks."""
     if len(content) <= _BLOCK * _NUM_BLOCKS:
         digest.update(content)
         return

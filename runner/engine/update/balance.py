@@ -35,7 +35,7 @@ class FixedShares:
         self.order = order
 
     def of(self, index: int) -> Shares | None:
-        """Return the shares of an update, None for those of `order`; called when the batches of the update are read."""
+        """Return the shares of an update; None: those of `order`. Called when the batches of the update are read."""
         return None
 
     def samples_per_rank(self, index: int) -> Shares:

@@ -26,7 +26,7 @@ class Position:
     """Progress of a training run: its phase, and the number of updates.
 
     update          number of completed updates in this phase, including skipped ones
-    skipped_before  updates that were skipped in earlier phases
+    skipped_before  number of updates that were skipped in earlier phases
     """
 
     phase: str

@@ -34,7 +34,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str = U
 
 
 def finite_buffers(model: nn.Module) -> list[str]:
-    """Return the names of floating-point buffers in checkpoints that are finite now."""
+    """Return the names of the floating-point buffers that checkpoints contain and whose values are finite now."""
     buffers = [(ref.name, ref.tensor) for ref in list_buffers(model) if ref.is_saved]
     return [
         name

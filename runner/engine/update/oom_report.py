@@ -1,4 +1,4 @@
-"""Report an out-of-memory error: the requested size, the memory users, the largest tensors and possible fixes."""
+"""Report an out-of-memory error: the requested size, the memory in use, the largest tensors and possible fixes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class MemoryAccount:
 
 
 def measure_memory(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
-    """Return the current memory users. `uuid` identifies the GPU to the driver."""
+    """Return the current memory usage. `uuid` identifies the GPU to the driver."""
     accelerator = get_accelerator(device)
     memory, held = accelerator.free_memory(), accelerator.current_memory()
     if shortage.side == "device" and memory is not None and held is not None:
