@@ -207,8 +207,8 @@ def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: boo
     This also works during imports, where a KeyboardInterrupt may be lost. A run installs its own handlers before it
     has anything to save. SIGINT remains ignored if a shell has started the program in the background.
     final_code    the exit code once the command has ended; signals then exit with this code
-    is_resumable  leave SIGUSR1 at its default action until the run installs its handlers: it ends the process with 138,
-                  and the SLURM job script then requeues the job
+    is_resumable  leave SIGUSR1 at its default action until the run installs its handlers: the signal then ends the
+                  process with 138, and the SLURM job script requeues the job
     for_good      the process exits after the command, so the default handlers are left in place for the interpreter's
                   shutdown
     """

@@ -11,8 +11,8 @@ With --commits, each commit is checked out in a temporary folder and trains ther
 settings after `--`; each update has a row unless log_every= is set. Compare a commit with itself to find out whether
 the training is repeatable.
 
-Exit 0: identical. 1: different, or one has updates that the other lacks. 64: invalid command line. 66: no such run,
-commit, or rows. If training fails, its exit code is returned.
+Exit 0: identical. 1: different, or one has updates that the other lacks. 64: invalid command line. 66: no such run or
+commit, or no rows. If training fails, its exit code is returned.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class LightningSteps(nn.Module):
 
 
 class TrainerStub:
-    """Replaces the trainer of a module. Attributes of a trainer that this class lacks raise AttributeError."""
+    """Replaces the trainer of a module. Accessing a trainer attribute that this class lacks raises AttributeError."""
 
     def __getattr__(self, name: str) -> Any:
         properties = (key for key, value in vars(TrainerStub).items() if isinstance(value, property))
@@ -458,7 +458,7 @@ def _find_sampler(loader: Any) -> str:
 
 
 def _set_device(module: nn.Module) -> None:
-    """Set `device` and `dtype` of LightningModules: their own `to` does, but not that of the module around them."""
+    """Set `device` and `dtype` of LightningModules, which only their own `to` sets, not that of an enclosing module."""
     weight = next((weight for weight in module.parameters() if not weight.is_meta), None)
     for part in module.modules():
         if weight is not None and any(kind.__name__ == "LightningModule" for kind in type(part).__mro__):

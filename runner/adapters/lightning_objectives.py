@@ -1,4 +1,4 @@
-"""Suggest the OBJECTIVES of a task that replace the optimizers of a LightningModule that has several."""
+"""Suggest the OBJECTIVES that replace the optimizers of a LightningModule with several of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KERNELS = ("foreach", "fused", "capturable", "differentiable")  # parameters tha
 def suggest_objectives(module: Any) -> str:
     """Return the OBJECTIVES with which a task trains the parameters of each optimizer of the module.
 
-    A comment names what its options cannot express. They are a template if configure_optimizers fails, because the
-    module has not been set up, or if optimizers share a parameter.
+    A comment names what the settings cannot express. The result is a template if configure_optimizers fails because
+    the module has not been set up, or if optimizers share a parameter.
     """
     settings = ""
     try:

@@ -33,9 +33,10 @@ class MetricRecorder:
         self.calls, self.logged, self._returned, self._is_recording = [], {}, {}, evaluates
 
     def pop_batch_value(self, index: int) -> Any:
-        """Return what a metric has returned for the batch of a training step, None if it was not called.
+        """Return what a metric has returned for the batch of a training step, or None if it was not called.
 
-        Its state is reset, as Lightning does for a logged metric, because lists of predictions would grow.
+        The state of the metric is then reset, as Lightning does for a logged metric. Otherwise, list states, such as
+        collected predictions, would grow with each update.
         """
         self.metrics[index].reset()
         return self._returned.get(index)
@@ -85,7 +86,7 @@ class LoggedMetrics(nn.Module):
 
     The value of a metric that no batch on any rank has updated is NaN.
 
-    names  returns reported name -> index of the metric
+    names  function that returns reported name -> index of the metric
     """
 
     metrics: Any

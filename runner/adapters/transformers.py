@@ -139,7 +139,7 @@ class TransformersTask(Task):
 
 
 def select_loss(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
-    """Return the loss of a head as a sum. Raises TaskFault for one that is not known."""
+    """Return the loss of a head as a sum. Raises TaskFault for an unknown head."""
     kind = _head_type(model)
     if kind == "ForSequenceClassification":
         return _SEQUENCE_LOSSES[_problem_type(model)]

@@ -67,7 +67,7 @@ def auto(device: torch.device) -> Attention:
 
 
 def math(device: torch.device) -> Attention:
-    """Compute with matrix products and a softmax: supports any input, but needs the most memory (full score matrix)."""
+    """Compute with matrix products and a softmax: supports any input, but uses the most memory (full score matrix)."""
     return Attention("math", (SDPBackend.MATH,))
 
 
@@ -117,7 +117,7 @@ def count_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
 def record_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
     """Run `model_call` once and return its calls of F.scaled_dot_product_attention in order.
 
-    Calls inside modules of torch are not included. Compiled code runs eagerly in this call.
+    Calls inside torch's own modules are not included. Compiled code runs eagerly in this call.
     """
     mode = _RecordAttention()
     with _eager(), mode:

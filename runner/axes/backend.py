@@ -1,6 +1,6 @@
 """Set torch's global backend flags during a run: kernel search, determinism, threads.
 
-Keys of several options:
+Keys that several options share:
 
 threads  CPU threads per rank; auto: PyTorch's default or, if smaller, the container's CPU quota, divided by the number
          of ranks that share these cores

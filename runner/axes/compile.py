@@ -1,6 +1,6 @@
 """Apply torch.compile to the model in place; the names in its state_dict do not change.
 
-Keys of several options:
+Keys that several options share:
 
 backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
 dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then generalize

@@ -1,6 +1,6 @@
 """Memory options of the model: activation checkpointing, memory layout, and limits.
 
-Keys of several options:
+Keys that several options share:
 
 channels_last  use the channels-last memory format for convolutions; auto: on cuda and cpu, if the model has any
 fraction       maximum fraction of GPU memory for this process; null: all
@@ -238,7 +238,7 @@ def _report(
 
 
 def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Literal["auto"] | bool) -> int:
-    """Convert the weights of 2-D convolutions to NHWC; return how many had another layout."""
+    """Convert the weights of 2-D convolutions to NHWC; return how many had a different layout."""
     if channels_last is False or (channels_last == "auto" and device.type not in ("cuda", "cpu")):
         return 0
     # Other 4-D parameters, such as position embeddings, gain nothing from it.

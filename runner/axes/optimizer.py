@@ -1,6 +1,6 @@
 """Optimizers: the update rule and its parameter groups.
 
-Keys of several options:
+Keys that several options share:
 
 lr            learning rate at the peak of the schedule
 weight_decay  decoupled weight decay, multiplied by the learning rate
@@ -366,7 +366,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def build_optimizer(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
-    """Build the optimizer of an option, which may be defined by a task.
+    """Build the optimizer of an option, which a task may have defined.
 
     Adds parameter names (for checkpoints) and base learning rates to its groups. Raises TaskFault if the option does
     not return an optimizer of exactly these parameters.

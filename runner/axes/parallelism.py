@@ -1,6 +1,6 @@
 """Parallelism strategies. A single process is a world of size 1 with the same interface.
 
-Keys of several options:
+Keys that several options share:
 
 world_size  number of ranks; auto: one per GPU
 batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks

@@ -24,7 +24,7 @@ from runner.tensors.tf32 import Level, float32_matmul
 class NotFinite(NumericError):
     """The loss or the gradients of an update are not finite; the caller adds the number of the update.
 
-    late  the value belongs to the previous update and was read asynchronously
+    late  whether the value belongs to the previous update and was read asynchronously
     """
 
     def __init__(self, what: str, *, late: bool, fix: str = "") -> None:
@@ -117,7 +117,7 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         """Undo the scaling of the gradients; call it once per update, after the last backward pass.
 
-        overflow  combines this rank's overflow flag with those of all ranks, so that all skip the update or none does
+        overflow  function that combines the overflow flags of all ranks, so that all skip the update or none does
         """
 
     def step(
@@ -125,7 +125,7 @@ class Precision:
     ) -> None:
         """Apply the gradients, unless they overflowed. Raises NotFinite if a value of the update is not finite.
 
-        loss, grad_norm  of the update, over all ranks; None: unknown
+        loss, grad_norm  loss and gradient norm of the update, over all ranks; None: unknown
         """
         if self.checks_immediately:
             _raise_if_not_finite(loss, grad_norm)

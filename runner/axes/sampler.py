@@ -43,9 +43,9 @@ class TrainingSamples:
         """Return a sampler that takes the next `global_batch_size` samples of an order in each update.
 
         order        (seed, epoch) -> the samples of the epoch, (num_samples,); it must depend on nothing else
-        num_samples  samples in an epoch; None: as many as there are
+        num_samples  samples in an epoch; None: as many as the dataset has
         content      arrays that the order depends on; they must be the same in a resumed run
-        Raises TaskFault if the order of an epoch has another length or contains indices outside of the dataset; the
+        Raises TaskFault if the order of an epoch has a different length or contains indices outside of the dataset; the
         order is checked when the epoch is drawn.
         """
         count = self.num_samples if num_samples is None else num_samples
@@ -147,7 +147,7 @@ def mixture(
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
     per_epoch = _quotas(shares, count)
     unused = [number for number, quota in enumerate(per_epoch.tolist()) if not quota and shares[number] > 0]
-    if unused:  # in every epoch, because each draws the same number of samples from a dataset
+    if unused:  # unused in every epoch, because each draws the same number of samples from a dataset
         what = f"an epoch of {count:,} samples contains no sample of the datasets at indices {abbreviate(unused)}"
         needed = int(np.ceil(1 / shares[unused].min()))
         fix = f"use sampler.num_samples={needed} or more, or larger weights"

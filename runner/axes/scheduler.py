@@ -1,6 +1,6 @@
 """Learning rate schedules: a factor for all learning rates as a function of the number of updates.
 
-Keys of several options:
+Keys that several options share:
 
 warmup        number of updates of linear warm-up; below 1: fraction of all updates
 final_factor  learning rate at the end, as a fraction of the peak
@@ -33,7 +33,7 @@ class Schedule:
         self.warmup = warmup
 
     def factor(self, update: int) -> float:
-        """Return the factor for the next update, after `update` updates. Stateless."""
+        """Return the factor for the next update, after `update` updates. Does not change the state."""
         ramp = (update + 1) / self.warmup if update < self.warmup else 1.0
         return ramp * self.curve(update)
 
@@ -125,7 +125,7 @@ def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 
 
 def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
-    """Decay on half a cosine wave from the end of the warm-up to the last update.
+    """Decay along half a cosine wave from the end of the warm-up to the last update.
 
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
     """
@@ -154,7 +154,7 @@ def multistep(
 ) -> Schedule:
     """Multiply the learning rate by gamma at each milestone.
 
-    milestones  updates after which to step, counted from the first one; below 1: fraction of all updates
+    milestones  numbers of updates after which to step; below 1: fractions of all updates
     Source: torch.optim.lr_scheduler.MultiStepLR.
     """
     marks = sorted(_interval("milestones", mark, updates) for mark in milestones)
@@ -232,7 +232,7 @@ def warm_restarts(
     growth: PositiveInt = 2,
     final_factor: Fraction = 0.0,
 ) -> Schedule:
-    """Decay on half a cosine wave repeatedly, restarting at the peak each time, after the warm-up.
+    """After the warm-up, decay repeatedly along half a cosine wave, restarting at the peak each time.
 
     period        updates of the first wave; below 1: fraction of all updates
     growth        length of each wave relative to the previous one
@@ -259,7 +259,7 @@ def wsd(
     final_factor: Fraction = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint at the peak.
+    """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint before the decay.
 
     decay         updates of the final decay, at most all updates after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
@@ -303,7 +303,7 @@ _CURVE_FIX = "return a function such as lambda update: 0.99**update"
 
 
 def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
-    """Build the schedule of an option, which may be defined by a task as a function from update to factor.
+    """Build the schedule of the option `function`, which returns a Schedule, or a function from update to factor.
 
     Raises TaskFault if the result is neither a Schedule nor a function of the update that returns valid factors.
     """
@@ -318,7 +318,7 @@ def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> S
 
 
 def _check_factors(curve: Callable[[int], float], updates: int, function: str) -> None:
-    """Check the factors of at most about 1,000 updates, calling the function twice for the first of them."""
+    """Check the factors of about 1,000 updates at most, calling the function twice for the first of them."""
     factors: dict[int, float] = {}
     for update in (*range(0, max(1, updates), max(1, updates // 1000)), 0):
         try:
@@ -348,7 +348,7 @@ def _interval(name: str, value: float, updates: int) -> int:
 
 
 def _count(value: float, updates: int) -> int:
-    """Return a number of updates unchanged, and a fraction of all updates as a number of at least 1."""
+    """Convert a fraction of all updates to a number of updates, at least 1; 0 and values from 1 on are not changed."""
     return int(value) if value >= 1 or value == 0 else max(1, round(value * updates))
 
 

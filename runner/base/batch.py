@@ -95,7 +95,7 @@ def _pin(value: Any) -> Any:
     """Return the value with its tensors in page-locked memory.
 
     Tensors that a loader read onto a GPU cannot be pinned and are kept. Less common types are handled by a private
-    function of torch, which DataLoader calls for a batch without `pin_memory` (torch 2.11 to 2.13).
+    function of torch, which DataLoader calls for a batch without a method `pin_memory` (torch 2.11 to 2.13).
     """
     if type(value) is Tensor:
         return _pin_tensor(value) if value.device.type == "cpu" else value

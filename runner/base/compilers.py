@@ -14,7 +14,7 @@ MIN_CAPABILITY = (7, 0)  # minimum for Triton
 
 
 def find_missing_compiler(kind: str) -> Problem | None:
-    """Return what is missing on this machine to compile for a device type, with a fix; None if nothing is missing.
+    """Return a problem if this machine lacks what is needed to compile for a device type, else None.
 
     kind  torch's name of the device type; only `cpu` and `cuda` are checked
     """
@@ -24,7 +24,7 @@ def find_missing_compiler(kind: str) -> Problem | None:
 
 
 def check_capability(device: str, capability: tuple[int, int] | None) -> Problem | None:
-    """Return a problem if the GPU is too old for Triton; None if it is not, or if its capability is unknown."""
+    """Return a problem if the GPU is known to be too old for Triton, else None."""
     if capability is None or capability >= MIN_CAPABILITY:
         return None
     needed, actual = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))

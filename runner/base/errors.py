@@ -73,7 +73,7 @@ class Problem:
 class AccelRunError(Exception):
     """An expected failure, reported to the user as a message without a traceback.
 
-    place  where it happened, as far as known (rank, phase, update, samples); written to error.json
+    place  where it happened (rank, phase, update, samples; unknown ones are missing); written to error.json
     Notes (`add_note`) are printed below the suggested fix.
     """
 
@@ -99,7 +99,7 @@ def rebuild_error(
 
 
 def checkpoint_update(checkpoint: str | None) -> int:
-    """Return the update number of a checkpoint name such as "update-0000000012"; 0 for none."""
+    """Return the update number of a checkpoint name such as "update-0000000012"; 0 if there is no checkpoint."""
     return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
 
@@ -230,7 +230,7 @@ class RunInUse(AccelRunError):
 
 
 class IncompatibleResume(AccelRunError):
-    """The checkpoint belongs to another run, or the settings differ from its own in a way that changes results."""
+    """The checkpoint belongs to another run, or its settings differ in a way that changes results."""
 
     exit_code = Exit.INCOMPATIBLE_RESUME
 

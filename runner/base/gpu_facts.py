@@ -31,7 +31,7 @@ class TorchView:
     architectures  targets of its CUDA kernels: sm_75, compute_120, ...
     intel          its Intel GPUs
     cuda_error     torch's message about why it finds no CUDA device; empty if there is none
-    mps_bytes      maximum memory use that Metal recommends; None without Metal
+    mps_bytes      maximum memory use that Metal recommends; None if there is no Metal device
     """
 
     version: str

@@ -20,7 +20,7 @@ NOT_STORED: Mapping[str, Any] = {"json": "not stored"}
 class Decoded(Generic[T]):
     """A dataclass read from JSON.
 
-    wrong  dotted names of values of a wrong type, which were replaced by their defaults or left out
+    wrong  dotted names of values of the wrong type, which were replaced by their defaults or left out
     """
 
     value: T
@@ -30,11 +30,11 @@ class Decoded(Generic[T]):
 def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
     """Decode a JSON object to the dataclass `kind`.
 
-    Missing values get their defaults, and unknown keys are ignored. A value of a wrong type is replaced by its default
-    and listed in `wrong`, and so is an inner object whose keys are all unknown. In mappings and lists of objects, only
-    the invalid entries are left out; other lists are valid or invalid as a whole.
+    Missing values get their defaults, and unknown keys are ignored. A value of the wrong type is replaced by its
+    default and listed in `wrong`, and so is an inner object whose keys are all unknown. In mappings and lists of
+    objects, only the invalid entries are left out; other lists are valid or invalid as a whole.
 
-    Raises TypeError if a value without default is missing or of a wrong type.
+    Raises TypeError if a value without a default is missing or of the wrong type.
     """
     wrong: list[str] = []
     return Decoded(_decode_object(kind, tree, "", wrong), tuple(wrong))
@@ -43,7 +43,7 @@ def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
 def decode_valid(kind: type[T], tree: Mapping[str, Any]) -> T:
     """Decode a JSON object to the dataclass `kind`; it must be valid.
 
-    Raises ValueError if a value is of a wrong type, TypeError if one without default is missing.
+    Raises ValueError if a value is of the wrong type, TypeError if one without a default is missing.
     """
     decoded = decode(kind, tree)
     if decoded.wrong:

@@ -14,7 +14,7 @@ from runner.base.text import dtype_name
 
 
 def encode_state(value: Any) -> Any:
-    """Return a JSON-serializable copy of a state. Raises TypeError for a value of a type that cannot be stored."""
+    """Return a JSON-serializable copy of a state. Raises TypeError if the type of a value cannot be stored."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if isinstance(value, float) and not isinstance(value, np.generic):

@@ -196,7 +196,7 @@ class _Variables:
         return value
 
     def number(self, name: str, *, default: int | None = None, least: int = 0, most: int = _UNKNOWN) -> int:
-        """Return the value as an integer; _UNKNOWN if it is invalid, so that it does not limit other variables."""
+        """Return the value as an integer; _UNKNOWN if it is invalid, so that no variable is rejected because of it."""
         if default is not None and not self.environment.get(name):
             return default
         text = self.text(name)

@@ -72,7 +72,7 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
 
 
 def find_secret_name(text: str) -> int | None:
-    """Return the end offset of the first name that may denote a secret and is followed by a value; None if none is.
+    """Return the end offset of the first name that may denote a secret and is followed by a value, or None.
 
     Stricter than `find_secrets_in_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and hiding
     X loses nothing.

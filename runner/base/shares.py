@@ -111,7 +111,7 @@ def rank_shares(
     memory_bytes: Sequence[int | None],
     micro_batch_sizes: Sequence[int | None],
 ) -> tuple[RankShare, ...]:
-    """Return one row per rank. A rank without a micro-batch size, or with one above its share, has one micro-batch."""
+    """Return one row per rank. A rank whose micro-batch size is missing or exceeds its share has one micro-batch."""
     total = sum(shares)
     return tuple(
         RankShare(rank, device, memory, share, 100 * share / total, min(micro or share, share))

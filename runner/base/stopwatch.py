@@ -90,12 +90,12 @@ class Stopwatch:
         return Lap(self._update, _subtract(self._stopped, self._before)) if self._stopped else None
 
     def snapshot(self) -> TimeSnapshot:
-        """Return a function for the totals at the end of the last update, which waits for the device if necessary."""
+        """Return a function that returns the totals at the end of the last update; it may wait for the device."""
         spent = self._stopped
         return lambda: spent
 
     def spent(self) -> Seconds:
-        """Return the totals per part, as far as they are known."""
+        """Return the totals per part that are known so far."""
         return dict(self._spent)
 
     def finish(self) -> Seconds:

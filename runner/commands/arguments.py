@@ -242,7 +242,7 @@ def progress_printer(command: str) -> Callable[[str], None]:
 
 
 def parse_budget(text: str, default: str) -> float:
-    """Return `budget_s=` in seconds. Raises ConfigError unless it is a number above 0."""
+    """Return `budget_s=` in seconds. Raises ConfigError unless it is a positive number."""
     try:
         seconds = float(text)
     except ValueError:

@@ -188,7 +188,7 @@ def _read_earlier_states(newest: LoadedCheckpoint) -> Iterator[tuple[int, dict[s
 def _read_bests(
     number: int, state: Mapping[str, Any], newest_state: Mapping[str, Any], ranking: Ranking
 ) -> dict[int, float]:
-    """Return number -> value of the best checkpoints in the state of checkpoint `number`; none in another phase.
+    """Return number -> value of the best checkpoints in the state of checkpoint `number`; empty in another phase.
 
     If the run ranked its checkpoints in another way at that time, as `resume` allows, only this checkpoint is known.
     """

@@ -179,7 +179,7 @@ class RunDirectory:
 
     @property
     def owner(self) -> RunIdentity:
-        """Identity of the run, to recognize its checkpoints, as far as run.json contains it."""
+        """Identity of the run, by which its checkpoints are recognized; what run.json lacks is unknown."""
         return read_identity(read_record(self.path), self.name)
 
     def write(self, name: str, data: bytes | str) -> Path:

@@ -283,7 +283,7 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
     with storage_errors("read", path), open(open_regular(path), "rb") as file:
         if at_most is None:
             return file.read()
-        # Not all of `at_most`: Python allocates the requested size, which may exceed a limit on the address space.
+        # Do not request `at_most` bytes: Python allocates the requested size, which may exceed the address space limit.
         expected = max(os.fstat(file.fileno()).st_size, 1 << 16)
         content = file.read(min(expected, at_most) + 1)
         if len(content) > at_most:

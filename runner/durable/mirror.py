@@ -43,7 +43,7 @@ class OwnerChanged(Exception):
 class MirrorOwner:
     """The run of a mirror, and the process that may write to it.
 
-    uid     of the run; None: the mirror is new
+    uid     uid of the run; None: the mirror is new
     writer  random name of the process that started last
     """
 

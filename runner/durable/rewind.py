@@ -28,7 +28,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
     labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
         is_last = newest_name(directory.checkpoints) == start.path.name
-        copy = None if is_last else copy_metrics(directory)  # first, so that a kill in between loses no rows
+        copy = None if is_last else copy_metrics(directory)  # first, so that a kill between the two loses no rows
         moved = set_aside_newer(directory.checkpoints, start.update)
     later = f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} renamed to checkpoints/earlier-*" if moved else ""
     report(f"returning to {start.path.name}{labels}{later}")
@@ -38,7 +38,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
         if moved:
             with suppress(
                 AccelRunError
-            ):  # must not hide the cause; checkpoints that are not restored keep their new names
+            ):  # a second error must not hide the first; checkpoints that are not restored keep their new names
                 if _undo_rewind(run, start, moved, copy):
                     report(f"the later checkpoints were restored; the newest one is {moved[0][0].name}")
         raise
@@ -52,7 +52,7 @@ def _undo_rewind(
             return False
         if copy is not None:
             size = files.file_size(directory.metrics)
-            if size != files.file_size(copy) and size > start.manifest["metrics_bytes"]:  # metrics were written since
+            if size != files.file_size(copy) and size > start.manifest["metrics_bytes"]:  # rows were added
                 return False
             files.rename(copy, directory.metrics)
             files.fsync_directory(directory.path)
@@ -61,7 +61,7 @@ def _undo_rewind(
 
 
 def copy_metrics(directory: RunDirectory) -> Path | None:
-    """Keep the metrics as metrics-earlier-N.jsonl; return its path, None without metrics."""
+    """Copy metrics.jsonl to metrics-earlier-N.jsonl. Return the path of the copy, or None if there are no metrics."""
     if not files.exists(directory.metrics):
         return None
     number = 1

@@ -52,8 +52,8 @@ def manifest_uid(manifest: Mapping[str, Any]) -> str | None:
 def generate_uid() -> str:
     """Return 32 hexadecimal digits, 24 of them random and 8 a checksum.
 
-    The checksum is needed because run.json has no hash: after a bit flip the run would have another identity, and all
-    its checkpoints would be refused. A damaged identifier is treated as unknown.
+    The checksum is needed because run.json has no hash: a bit flip would change the identity of the run, and all its
+    checkpoints would be refused. A damaged identifier is treated as unknown.
     """
     digits = secrets.token_hex(_NUM_RANDOM // 2)
     return digits + _checksum(digits)

@@ -40,7 +40,7 @@ def prepare_for_limit() -> None:
 
 
 class _TorchFinder(MetaPathFinder):
-    """Checks the address space before the first import of torch; the other finders perform the import."""
+    """Checks the address space before torch is first imported; the other finders perform the import."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "torch" and self in sys.meta_path:

@@ -46,12 +46,12 @@ class CgroupLimit:
 
 
 def cgroup_cpu_limit(root: Path = Path("/")) -> CgroupLimit | None:
-    """Return the CPU limit as a number of CPUs; None without a limit. `root` is the directory with /proc and /sys."""
+    """Return the CPU limit as a number of CPUs, or None. `root` is the directory with /proc and /sys."""
     return _tightest_limit(root, "cpu", _read_cpu_quota)
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> CgroupLimit | None:
-    """Return the memory limit in bytes; None without a limit. `root` is the directory with /proc and /sys."""
+    """Return the memory limit in bytes, or None. `root` is the directory with /proc and /sys."""
     return _tightest_limit(root, "memory", _read_memory_limit)
 
 
@@ -78,7 +78,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
 
 
 def _read_memory_limit(folder: Path) -> float | None:
-    """Return the memory limit in bytes; for no limit, cgroup v1 reports a number larger than any machine's memory."""
+    """Return the memory limit in bytes; without one, cgroup v1 reports a number larger than any machine's memory."""
     limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
     return int(limit) if limit.isdigit() and int(limit) else None
 

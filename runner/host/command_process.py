@@ -32,7 +32,7 @@ class CommandResult:
 def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandResult:
     """Run `accel-run ARGS` in a subprocess and wait for it.
 
-    It needs a separate process, because a run installs signal handlers, forks ranks, changes global settings of torch,
+    It needs a separate process, because a run installs signal handlers, forks ranks, changes torch's global settings,
     and may call os._exit, none of which may happen in a notebook or another program. The process has a separate
     session, so that it does not receive Ctrl-C itself: the first KeyboardInterrupt in this process makes the run save
     and stop, the second one ends it. The run also saves and stops if this process is killed.

@@ -22,7 +22,7 @@ def affinity(pid: int = 0) -> Set[int]:
 
 
 def granted_cores() -> int | None:
-    """Return the number of cores that the CPU quota of the cgroup grants, at least 1; None without a quota."""
+    """Return the number of cores that the CPU quota of the cgroup grants, at least 1; None if there is no quota."""
     limit = cgroup_cpu_limit(ROOT)
     return None if limit is None else max(1, int(limit.amount))
 

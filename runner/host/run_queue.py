@@ -59,7 +59,7 @@ class RunQueueWait:
 
     @staticmethod
     def wait_for_others_s(before: QueueSample | None, after: QueueSample | None) -> float:
-        """Return how long the thread waited between two samples because other processes used the cores."""
+        """Return how long the thread waited for a core between two samples because other processes used the cores."""
         if before is None or after is None:
             return 0.0
         tree_cpu_s = after.tree_cpu_s - before.tree_cpu_s

@@ -18,7 +18,7 @@ from runner.monitor.machine_sample import GpuUser
 from runner.monitor.nvml import NORMAL_THROTTLING, decode_throttle_reasons
 from runner.monitor.samples import Readings, SampledGpu
 
-MAX_SAMPLES = 1000  # length of a sparkline: more columns than terminals have
+MAX_SAMPLES = 1000  # samples kept for a sparkline; no terminal has as many columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 WAITING = "the driver has not responded yet; it may hang"
 
@@ -31,7 +31,7 @@ class View:
     missing     what is not monitored and why, and other problems
     alerts      about the GPUs themselves: lost, or with errors
     is_waiting  the first sample is late
-    remaining   seconds until the end; None: until it is stopped
+    remaining   seconds until the end; None: the display runs until it is stopped
     """
 
     gpus: Mapping[str, SampledGpu] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def sparkline(values: Sequence[float], columns: int) -> str:
 def machine_screen(view: View, columns: int, rows: int) -> Group:
     """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
-    rows  height of the terminal: a line states the number of processes that do not fit
+    rows  height of the terminal; a line states how many processes do not fit
     """
     notes = [Text(alert.text, style="bold red") for alert in view.alerts]
     notes += [Text(note, style="yellow") for note in view.notes]

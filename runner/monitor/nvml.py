@@ -285,7 +285,7 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` states what is uncertain."""
+    """The GPUs that CUDA shows to a process, in CUDA's order if it is known; `note` states what is uncertain."""
 
     gpus: tuple[Gpu, ...]
     note: str = ""

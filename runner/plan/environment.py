@@ -39,7 +39,7 @@ def _git_state(folder: Path) -> dict[str, str] | None:
         head = _read_text(root / "HEAD").strip()
         if not head:
             if os.path.lexists(root):
-                return None  # a file, or without a valid HEAD: do not use a repository in a parent folder
+                return None  # .git is a file, or HEAD is not valid: do not use a repository in a parent folder
             continue
         if _COMMIT.fullmatch(head):
             return {"commit": head}

@@ -34,13 +34,13 @@ Kind = Literal["cuda", "mps", "xpu", "cpu"]
 class Device:
     """A compute device.
 
-    index         torch's index if it is usable, else the driver's
+    index         torch's index if the device is usable, else the driver's
     uuid          in NVML's format; empty if there is none
     memory_bytes  total memory
     free_bytes    free memory when the inventory was taken; None if unknown
     capability    NVIDIA compute capability; None for other devices
     why_not       why it cannot be used; empty if it can
-    architecture  AMD's name of the architecture, such as gfx90a; for Intel, the matrix units; empty for other devices
+    architecture  AMD architecture name, such as gfx90a; for Intel GPUs with matrix units, XMX; else empty
     machine       number of its machine; above 0 only in a plan for several machines that are not present
 
     Native formats follow from capability or architecture (runner/base/gpu_facts.py), not from what torch accepts,
@@ -86,13 +86,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor, as far as this process may use it.
+    """The part of the CPU and of the memory that this process may use.
 
-    physical_cores  cores without hyper-threads, at most logical_cores
+    physical_cores  number of cores, not counting hyper-threads; at most logical_cores
     logical_cores   hardware threads allowed by affinity and cgroup, at least 1
     memory_bytes    memory of the machine, or the cgroup's limit if lower
     capability      widest vector instructions that torch uses: DEFAULT, AVX2, AVX512, ...
-    flags           its flags that matter for arithmetic (see CPU_FLAGS)
+    flags           flags that affect the speed of arithmetic (see CPU_FLAGS)
     """
 
     name: str
@@ -140,10 +140,10 @@ class Inventory:
         return tuple(device for device in self.devices if device.usable)
 
     def why_not_compiled(self, gpu: Device | None) -> Problem | None:
-        """Return why TorchInductor cannot compile for a GPU, or for the CPU if None; None if nothing prevents it."""
+        """Return why TorchInductor cannot compile for `gpu`, or for the CPU if `gpu` is None. Return None if it can."""
         if gpu is None:
             return self.no_cpu_compiler
-        # First, because installing Triton does not help with an old GPU.
+        # Checked first, because installing Triton does not make an old GPU usable.
         problem = check_capability(gpu.torch_name, gpu.capability)
         return problem or (self.no_gpu_compiler if gpu.kind == "cuda" else None)
 
@@ -161,7 +161,7 @@ def take_inventory() -> Inventory:
 
     Imports torch. If torch is built for GPUs, they are queried in a subprocess, so that CUDA is not initialized in
     this process, which can then still be forked.
-    Raises SystemLimit if Linux has no /proc, which has the information about memory, cores and processes.
+    Raises SystemLimit if /proc/meminfo cannot be read: memory, cores and processes are read from /proc.
     """
     if not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
@@ -205,7 +205,7 @@ def inventory_from_profile(
     """Return the inventory of a machine that is not present, from the `hardware:` facts of the profile in `file`.
 
     A profile describes only GPUs. CPU and versions are those of `this_machine`, with a note; if it is None, there is
-    one core, and memory and versions are unknown. Raises ConfigError with all missing facts and those of a wrong type.
+    one core, and memory and versions are unknown. Raises ConfigError listing facts that are missing or invalid.
     """
     problems: list[Problem] = []
     gpu_facts = [device for device in facts.get("devices") or () if device.get("kind", "cuda") != "cpu"]
@@ -229,7 +229,7 @@ def inventory_from_profile(
 def match_devices(
     nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """Return torch's devices joined with NVML's by UUID, then devices that only NVML reports; and notes."""
+    """Return the devices (torch's, joined with NVML's by UUID, then those that only NVML reports) and notes."""
     pairs = [
         (torch_device, nvml.find_torch_device(torch_device.uuid, environ) if torch_device.uuid else None)
         for torch_device in torch_view.devices
@@ -250,7 +250,7 @@ def match_devices(
 
 
 def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
-    """Return the CPU as far as this process may use it, and notes about limits. `root` contains /proc and /sys."""
+    """Return the cores and memory that this process may use, and notes about limits. `root` contains /proc and /sys."""
     allowed = len(affinity())
     present, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
     quota, memory_limit = cgroup_limits(root)
@@ -369,7 +369,7 @@ def _explain_unusable(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapp
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
     if not nvml.gpus and nvml.why_not not in (NO_DRIVER, *nvml.notes) and not (torch_view.rocm or torch_view.intel):
-        yield nvml.why_not  # no note without a driver: no GPU is expected, and the error for a requested one says why
+        yield nvml.why_not  # not for NO_DRIVER: no GPU is expected, and if one is requested, the error gives the reason
     for torch_device in torch_view.devices if torch_view.rocm else ():
         if not torch_device.architecture:
             yield f"ROCm: the architecture of {torch_device.name} is not known, so no precision is considered native"
@@ -377,7 +377,7 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
     if torch_view.cuda_version and torch_view.cuda_error and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.cuda_error}"
     order = visible(nvml.gpus, environ).note
-    if order and not torch_view.devices:  # UUIDs determine torch's order
+    if order and not torch_view.devices:  # torch's own devices are matched by UUID, so the order is certain
         yield order
 
 

@@ -33,7 +33,7 @@ class TracedPoint:
     """Results of a trace with one micro-batch size.
 
     reserved           bytes that torch's allocator reserves on a GPU for peak.total
-    work               of the forward and backward pass of a micro-batch
+    work               cost of the forward and backward pass of a micro-batch
     recompute          indices of the blocks that memory=budget recomputes
     without_gradients  peak bytes without gradients
     is_whole           the micro-batch is the complete update: no gradients of an earlier one exist
@@ -55,7 +55,7 @@ class Demand:
     The memory at each moment is affine in the number of samples. The peak is the maximum over all moments, so it is
     convex: between two points, it lies on or below the line through them.
 
-    step              work of the optimizer step
+    step              cost of the optimizer step
     layers            layers that save the most activations, largest first, at the largest traced micro-batch;
                       `blocks.*.mlp` is the sum over all blocks
     activation_bytes  bytes of activations of all layers at the largest traced micro-batch
@@ -340,7 +340,7 @@ def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPar
     """
     part = part or RankPart()
     is_pipeline = part.count > 1 and part.strategy == "pipeline"
-    has_stages = is_pipeline and len(demand.stages) == part.num_stages  # a restart with fewer ranks has other stages
+    has_stages = is_pipeline and len(demand.stages) == part.num_stages  # false after a restart with fewer ranks
     demand = demand.stages[part.rank % part.num_stages] if has_stages else demand
     point = demand.at(samples, part.share)
     sizes = {name: int(vars(point.peak)[name]) for name in PART_NAMES}

@@ -1,4 +1,4 @@
-"""Memory and work of a configuration, traced on the CPU. Other modules predict from them those on a device.
+"""Memory and work of a configuration, traced on the CPU. Other modules derive predictions for a device from them.
 
 Does not import torch, because the plan also uses it for machines that are not present.
 """
@@ -18,10 +18,10 @@ Event = tuple[int, int]  # (number of a memory block, its bytes; 0: it is freed)
 class Bytes:
     """Bytes in use at one moment, by purpose.
 
-    parameters   of the model, trained or not
-    buffers      of the model
-    gradients    of the parameters, with the all-reduce buckets
-    optimizer    state of the optimizer
+    parameters   model parameters, trained or not
+    buffers      model buffers
+    gradients    gradients of the parameters, with the all-reduce buckets
+    optimizer    optimizer state
     activations  saved for the backward pass, including weight copies in 16-bit formats
     inputs       batches on the device
     temporary    everything else: intermediate results, gradients of activations
@@ -48,7 +48,7 @@ class Layer:
 
     name         as in `model.named_modules()`; "" is the model itself, including the loss
     activations  bytes kept for the backward pass of one micro-batch
-    flops        of its forward pass, for one micro-batch
+    flops        floating-point operations of its forward pass, for one micro-batch
     """
 
     name: str
@@ -96,7 +96,7 @@ class ComputeCost:
 class ModelSizes:
     """Sizes of a model that do not depend on the batch, in bytes.
 
-    block             parameters of the largest of the task's blocks, which fsdp gathers at once
+    block             parameters of the task's largest block; fsdp gathers one block at a time
     outside           parameters outside of blocks, which fsdp gathers for the whole pass
     row               one row of each parameter: the maximum imbalance of shards, which are split by rows
     trained           gradients of all trained parameters
@@ -128,10 +128,10 @@ class Traced:
     accumulation_steps       micro-batches of an update, as traced; more of them need no more memory than two
     peak                     bytes at the peak of the second update
     events                   allocations and frees, in order: construction, then the second update
-    layers                   in the order of the forward pass
+    layers                   layers that save activations, in the order of the forward pass
     blocks                   sums over the layers in each of the task's blocks, which are the units of recomputation
-    work                     of a micro-batch's forward and backward pass
-    step                     of the optimizer step, with clipping
+    work                     cost of the forward and backward pass of a micro-batch
+    step                     cost of the optimizer step, with clipping
     without_gradients_bytes  peak of the second update without gradients
     recompute                indices of the blocks that memory=budget recomputes so that the run fits
     why_not                  what could not be traced, and where; empty if everything was

@@ -44,7 +44,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 
 
 def _read_figure(name: str, capability: tuple[int, int]) -> float:
-    """Return the figure of the highest capability up to this one, or else of the lowest, multiplied by its margin."""
+    """Return the value of the highest capability up to this one, or else of the lowest, multiplied by its margin."""
     facts = _load_figures()[name]
     figures = {tuple(map(int, key.split("."))): value for key, value in facts.items() if key[0].isdigit()}
     below = [known for known in figures if known <= capability]

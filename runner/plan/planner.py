@@ -215,7 +215,7 @@ def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 def _describe_cluster(configuration: Configuration) -> tuple[object, int | None]:
-    """Return the number of ranks to plan for, and of GPUs per machine (None: unknown): the launcher's, if any."""
+    """Return the numbers of ranks and of GPUs per machine (None: unknown), from the launcher if there is one."""
     launcher = configuration.choices["launcher"].options
     if gpus := launcher.get("gpus_per_node", 0):
         return gpus * launcher.get("nodes", 1), gpus

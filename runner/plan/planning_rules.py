@@ -75,7 +75,7 @@ def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tu
 
 def _workers(planner: Decisions, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
-    if planner.choices["dataloader"].location:  # a loader of the task decides how it reads
+    if planner.choices["dataloader"].location:  # a loader that the task defines decides how it reads
         return
     cores = planner.inventory.cpu.logical_cores
     # Ranks on other machines do not share these cores.

@@ -124,7 +124,7 @@ class Plan:
     def num_workers(self) -> int:
         """Return the number of data workers of each rank."""
         loader = self.choices["dataloader"]
-        if loader.uses("thread"):  # a worker process without a cache, or if the dataset, unknown here, has load_fixed
+        if loader.uses("thread"):  # load_fixed, which is unknown here, also needs a worker process
             return int(loader.options["cache"] == "none")
         return int(loader.options.get("num_workers", 0))
 

@@ -449,7 +449,7 @@ class _Update:
         return UpdateTime((*time.parts, Part(LOADING, reading - hidden, how)))
 
     def _host_time(self, work: ComputeCost, step: ComputeCost, rank: int) -> float:
-        """Return the seconds that the host takes to launch kernels; 0 with `compile`, as their number is unknown."""
+        """Return the seconds that the host takes to launch kernels; 0 with `compile`: their number is unknown."""
         if not self.plan.ranks[rank].is_gpu or self.memory_factor != 1.0:
             return 0.0
         return UPDATE_HOST_S + (work.launches + step.launches) * self._launch_s

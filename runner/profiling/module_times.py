@@ -62,8 +62,8 @@ class ModuleTime:
     path      as in the names of its parameters; "" for the model itself
     kind      its class, with a note if it is compiled to one graph; "" outside of the model
     calls     average number of forward passes per update
-    own       forward and backward, without submodules
-    forward, backward, total  including submodules
+    own       time in forward and backward, without submodules
+    forward, backward, total  times including submodules
     """
 
     path: str

@@ -87,7 +87,7 @@ class Findings:
 
 
 def format_profile(findings: Findings, folder: Path, width: int | None = None) -> str:
-    """Return the text for the screen in lines of at most `width` characters; None: the width of the terminal."""
+    """Return the text for the screen in lines of at most `width` characters; None: chosen by the terminal's width."""
     width = width or min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
     rank = f", rank 0 of {findings.ranks}" if findings.ranks > 1 else ""
     title = f"profile of phase {findings.phase} on {findings.device}{rank}"
@@ -120,7 +120,7 @@ def make_files(findings: Findings) -> dict[str, bytes]:
 
 
 def make_summary(findings: Findings) -> dict[str, Any]:
-    """Return the figures for JSON."""
+    """Return the findings as JSON-serializable data."""
     operators = findings.operators
     return {
         "phase": findings.phase,

@@ -33,7 +33,7 @@ WriteFile = Callable[[str, bytes], Path]  # (name, content) -> path of the file 
 
 
 class Profiler:
-    """Is called at the start of each phase and after every update; this base class does nothing.
+    """Called at the start of each phase and after every update; this base class does nothing.
 
     limit   number of updates after which the phase ends
     only    the run is for the profile alone: it neither evaluates nor saves

@@ -32,13 +32,13 @@ class PhaseRecord:
 
     updates, total     completed and requested updates; fewer are completed if the phase stopped early
     finished           whether the phase is complete
-    seconds            from its start to its last checkpoint, evaluations included
+    seconds            time from its start to its last checkpoint, evaluations included
     parts_s            part -> seconds: starting, first_update, parts of updates, and parts between updates
     peak_host_gib      peak resident memory; at the end of the phase, of the rank with the highest peak
     peak_device_gib    peak memory that torch allocated on the GPU
     peak_reserved_gib  peak memory that torch reserved on the GPU
-    metrics            of the last evaluation, and results of a phase of kind fit; None if there were no items or the
-                       value is not finite
+    metrics            metrics of the last evaluation, and results of a phase of kind fit; None if there were no items
+                       or the value is not finite
     """
 
     kind: str = ""

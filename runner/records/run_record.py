@@ -1,6 +1,6 @@
 """Define the record of a run: the content of run.json, and of error.json if it failed.
 
-Every command reads a run through `RunRecord`. A missing or damaged file, a file of a newer version, and values of a
+Every command reads a run through `RunRecord`. A missing or damaged file, a file of a newer version, and values of the
 wrong type are handled alike: values that cannot be read are unknown, and `problem` and `wrong` report them.
 """
 
@@ -98,7 +98,7 @@ class RunRecord:
     tracker_id  identifier of its rows in the tracker
     changes     changes of code and data found when the run was resumed
     problem     why the file could not be read completely; empty if it could
-    wrong       dotted names of values of a wrong type
+    wrong       dotted names of values of the wrong type
     """
 
     version: int = VERSION
@@ -170,11 +170,11 @@ class RunRecord:
 class ErrorRecord:
     """Error of a failed attempt: the content of error.json.
 
-    place             rank, phase, update and samples, as far as known
+    place             rank, phase, update and samples; unknown ones are missing
     reached           completed updates of all phases, saved or not; 0: unknown
     updates_repeated  updates after the last checkpoint, which a resumed run repeats
     attempt           `started` of the process
-    seconds           from its start to the error
+    seconds           time from its start to the error
     """
 
     cause: str = ""

@@ -36,7 +36,7 @@ class TrialRecord:
     """A trial, and its result when the file was written.
 
     words      overrides of the trial
-    exit_code  of its last process, once it has exited
+    exit_code  exit code of its last process, once it has exited
     last       last value of the metric of the goal; `best`: the best value of all its evaluations
     job        SLURM job of its last process, JOB_INDEX; None: a process on the machine of the sweep
     """
@@ -63,7 +63,7 @@ class SweepRecord:
     runs      override that names another run, such as weights=last -> the override with the folder of that run, as
               found when the sweep started
     process   the process that wrote the file
-    wrong     dotted names of values of a wrong type
+    wrong     dotted names of values of the wrong type
     """
 
     kind: Literal["sweep", "search"] = "sweep"

@@ -115,7 +115,7 @@ def place_trials(
 ) -> Packing | JobPlacement:
     """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned later, where they run.
 
-    configurations  of all trials of a sweep, or of both ends of a search space, whose trials are not known yet
+    configurations  those of all trials of a sweep, or of both ends of a search space, whose trials are not known yet
     """
     if uses_jobs(configurations):
         return JobPlacement(together)

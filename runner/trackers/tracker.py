@@ -39,11 +39,11 @@ FINISH_S = 2.0  # wait at the end of a run; after it, the tracker process sends 
 OFFLINE_S = (
     4.0  # part of the time to finish that is reserved for falling back to an offline folder if going online hangs
 )
-HAND_OVER_EXTRA_S = 1.0  # the same if rows are handed over to the process; also the extra time on a busy machine
+HAND_OVER_EXTRA_S = 1.0  # as above, if rows are handed over to the process; also the extra time on a busy machine
 HAND_OVER_S = 0.1  # timeout to send the last rows when they are handed over to the process
 # Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
-LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
+LINGER_S = 8.0  # time for the process to send the last rows to a server after the run has exited or was killed
 LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
 KILL_S = 0.3  # part of the time to finish that is reserved for killing the process and joining the thread
 
@@ -63,7 +63,7 @@ class Tracker:
 
     @property
     def note(self) -> str:
-        """One line that states where the rows are stored, or why they are not tracked."""
+        """Line that states where the rows are stored, or why they are not tracked."""
         return self._note
 
     def start(self) -> None:

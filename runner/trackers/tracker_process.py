@@ -66,7 +66,7 @@ class Wandb:
             "stop_fn": lambda: None,  # the stop button in the browser must not end the training
         }
         known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse unknown settings
-        # Offline, only the earlier folders of this run tell which rows it already has.
+        # Offline, only the earlier folders of this run show which rows it already has.
         last_stored_step = _last_step(Path(run_dir), options["id"]) if mode == "offline" else -1
         self._run = wandb.init(
             mode=mode,  # type: ignore[arg-type]  # checked where the option is declared

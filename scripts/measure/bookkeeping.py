@@ -49,7 +49,7 @@ from runner.engine.process.watchdog import CHECKPOINT, UPDATE, HangTraces, Progr
 from runner.launch.local import run_ranks, to_error
 
 UPDATES, ROWS, WIDTH = 5, 4, 256
-TIMEOUT_S = 10.0  # of an update; longer than an update of 256 ranks on a busy machine
+TIMEOUT_S = 10.0  # timeout of an update; longer than an update of 256 ranks on a busy machine
 PLAN: Any = SimpleNamespace(
     choices={
         "watchdog": Choice(

@@ -140,7 +140,7 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
             target.copy_(tensor)
 
     note("first clone", timed(lambda: [tensor.clone() for tensor in state]))
-    for _ in range(20):  # warm-up updates: a run does not save at its start, either
+    for _ in range(20):  # warm-up updates, because a run does not save at its start either
         next(updates)
     saved("first held")
     copy_state()

@@ -86,7 +86,7 @@ def print_row(workload: str, name: str, mine: list[dict[str, Any]], hand: list[d
 
 
 def main() -> int:
-    """Print the tables; exit 1 if a trainer failed or has another loss."""
+    """Print the tables; exit 1 if a trainer failed or has a different loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")

@@ -42,7 +42,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Category:
-    """The keypoints of a category. `mirrored`: index of each one's counterpart in a mirrored image; None if unknown."""
+    """The keypoints of a category. `mirrored`: index of each one's counterpart in a mirror image; None if unknown."""
 
     id: int
     name: str

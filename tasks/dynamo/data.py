@@ -35,7 +35,7 @@ FORMAT = (
     "a folder with <task>/{train,validation,test}.json for the tasks " + ", ".join(TASKS) + "; see docs/tasks/dynamo.md"
 )
 VERSION = 6  # of the prepared files; increase it when their content changes
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain one, such as in a text cut inside an emoji
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain one, for example if a text was cut inside an emoji
 IGNORED = -100  # target without a loss
 MASKED_SHARE = 0.3
 
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of the task: split -> task -> tokens, and the files."""
+    """Tokenized records by split and task, with the tokenizer, the labels and the folder of the records."""
 
     tables: Mapping[str, Mapping[str, Table]]
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ def open_corpus(
 ) -> Corpus:
     """Return the tokenized records of `data_path`, or of the standard library; they are prepared once.
 
-    held_out  each wording of the standard library's requests occurs in only one split
+    held_out  for the standard library: use each wording of an instruction in only one split
     Raises InputMissing if a file is missing, DataError if one is invalid.
     """
     if data_path is None:
@@ -108,7 +108,7 @@ def open_corpus(
 
 
 def limit_records(corpus: Corpus, limits: Mapping[str, int]) -> Corpus:
-    """Return the corpus with at most `limits[task]` training records of a task. Raises ConfigError for other tasks."""
+    """Return the corpus with at most `limits[task]` training records per task. Raises ConfigError for unknown tasks."""
     if unknown := [name for name in limits if name not in TASKS]:
         raise ConfigError(Problem(f"unknown tasks: {', '.join(unknown)}", "task.limits", f"use {', '.join(TASKS)}"))
     train = {
@@ -330,7 +330,7 @@ def _write_tokens(
         width = {"classification": 1, "qa": 2}.get(task, max_target_length)
         answer = _pad_rows(answers, IGNORED, width)
         arrays[f"{split}.{task}.answer"] = answer[:, 0] if task == "classification" else answer
-    np.savez(folder / "tokens.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+    np.savez(folder / "tokens.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub allows for a name of an option
     header = {"pieces": tokenizer.pieces, "labels": labels}
     (folder / "tokenizer.json").write_text(json.dumps(header), encoding="utf-8")
 

@@ -167,7 +167,7 @@ def _default_records(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tu
         answer = ast.unparse(default)
         if (
             context.startswith(answer, start) and len(answer) <= LONGEST_TARGET
-        ):  # the source equals its unparsed form, on one line
+        ):  # the default is written as ast.unparse writes it, on one line
             yield "qa", {"question": argument.arg, "context": context, "answer": answer, "start": start}
 
 
@@ -202,7 +202,10 @@ def _split(document: Document) -> str:
 def _select_records(
     task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]], wanted: Sequence[str]
 ) -> list[Record]:
-    """Return records of one task, each text once and none from the training data, shuffled and with requests."""
+    """Return the shuffled records of a task and split, with requests and without duplicates.
+
+    Records of validation and test whose text occurs in training are left out.
+    """
     key = "context" if task == "qa" else "text" if task == "classification" else "source"
     seen = set() if split == "train" else {record[key] for record in found["train"][task]}
     records = []
@@ -213,7 +216,7 @@ def _select_records(
             records.append(record)
     generator = random.Random(f"{task} {split}")
     generator.shuffle(records)
-    if task == "classification":  # balanced, so that the majority class is no better than chance
+    if task == "classification":  # balanced, so that predicting one class is no better than chance
         kinds = [[record for record in records if record["label"] == label] for label in ("class", "function")]
         records = [record for pair in zip(*kinds, strict=False) for record in pair]
     return [_add_request(task, split, record, wanted, generator) for record in records[: MOST_RECORDS[split]]]
@@ -226,7 +229,7 @@ def pairs_of(split: str) -> list[tuple[str, str]]:
 
 
 def _add_request(task: str, split: str, record: Record, wanted: Sequence[str], generator: random.Random) -> Record:
-    """Return the record with a request of its split."""
+    """Return the record with a request, worded as in its split."""
     opening, ending = generator.choice(pairs_of(split))
     request = f"{opening}{generator.choice(wanted)}{ending}"
     request = request[:1].upper() + request[1:]

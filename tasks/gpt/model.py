@@ -41,7 +41,7 @@ class DropoutRates(NamedTuple):
     attention: float = 0.0
 
     def noise(self, x: Tensor, layer: int, training: bool) -> SampleNoise | None:
-        """Return the random numbers for dropout in a layer, for the samples of x (B, ...); None without dropout.
+        """Return the random numbers for dropout in a layer, for the samples of x (B, ...); None if p is 0.
 
         layer  0 for the embedding, 1 for the first block. The numbers depend on it, not on the order of the calls,
                because the ranks of a pipeline each run only some of the layers

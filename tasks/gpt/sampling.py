@@ -20,11 +20,11 @@ def generate(
 ) -> Tensor:
     """Return new tokens (B, N) after the prompt (T,), one for each of `draws` (B, N), which are uniform in [0, 1).
 
-    num_tokens   tokens that exist; the model's vocabulary may be larger
+    num_tokens   number of tokens of the tokenizer; the model's vocabulary may be larger
     temperature  divides the logits; 0: greedy
     top_k        sample from the k most likely tokens; None: from all
-    Does not wait for the device. When the context is full, it restarts from its second half, since learned positions
-    cannot slide.
+    Does not synchronize with the device. When the context is full, the cache is rebuilt from the second half of it,
+    because learned position embeddings do not allow a sliding window.
     """
     (batch, count), prompt_length = draws.shape, len(prompt)
     tokens = torch.empty(batch, prompt_length + count, dtype=torch.long, device=draws.device)

@@ -1,4 +1,4 @@
-"""Hyperspectral cubes: generated scenes, or those of a folder, split by file."""
+"""Hyperspectral cubes: the interface of a split, and the splits of a folder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Cubes(Protocol):
 class Files:
     """The cubes of several files, which must all have `shape`.
 
-    Raises DataError, naming the file, if a cube has another shape. Reading a sample also raises DataError if its mask
-    has another shape, or a value of its cube is not finite as float32.
+    Raises DataError, naming the file, if a cube has a different shape. Reading a sample also raises DataError if its
+    mask has a different shape, or a value of its cube is not finite as float32.
     """
 
     def __init__(self, files: Sequence[Path], shape: tuple[int, int, int]) -> None:
@@ -117,7 +117,7 @@ def _cubes_in(folder: Path) -> list[Path]:
 
 
 def _split_by_name(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files by split, ordered by the hashes of their names, so that a new file moves few of them."""
+    """Return the files by split, ordered by the hashes of their names, so that a new file changes few splits."""
     ordered = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
     held_out = max(1, len(files) // 5)
     return {

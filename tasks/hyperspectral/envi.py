@@ -30,7 +30,7 @@ def open_cube(path: Path) -> Array:
 
 
 def open_mask(path: Path, shape: tuple[int, int]) -> Array:
-    """Return the mask (H, W) uint8 of a file. Raises DataError for another shape, or values other than 0, 1 and 255."""
+    """Return the mask (H, W) uint8 of a file. Raises DataError for a wrong shape, or values other than 0, 1 and 255."""
     mask = open_array(path)
     if mask.shape != shape or mask.dtype.kind not in "biu":
         what = f"must be a mask {shape} of integers, but is {_describe(mask)}"

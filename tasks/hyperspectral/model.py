@@ -280,7 +280,7 @@ class DeepSVDD(Detector):
 
     @torch.no_grad()
     def begin_update(self, progress: Progress) -> None:
-        """Move the center to the mean feature of the reference pixels by an exponential moving average; keep its norm.
+        """Update the center, a moving average of the mean feature of the reference pixels, without changing its norm.
 
         The reference pixels are those of the first phase, so the center depends only on weights and buffers, not on
         micro-batches. It moves once per update: resuming and inference call this again for the current update.
@@ -288,7 +288,7 @@ class DeepSVDD(Detector):
         super().begin_update(progress)
         moved = self.centre.lerp(self.features(self.reference).mean(0), CENTER_WEIGHT)
         moved *= self.centre.norm() / moved.norm().clamp(min=1e-12)
-        # Move if this is another update, not only a later one: a new run from these weights starts at 0 again.
+        # Move if this is a different update, not only a later one: a new run from these weights starts at 0 again.
         # torch.where instead of `if` does not synchronize the GPU.
         self.centre.copy_(torch.where(self.moved_at == progress.update, self.centre, moved))
         self.moved_at.fill_(progress.update)

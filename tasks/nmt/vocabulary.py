@@ -69,7 +69,7 @@ class SubwordVocabulary:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special ones; bytes that are not UTF-8 become question marks."""
+        """Return the text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         text, after_word = b"", False
         for token in tokens:
             if token < FIRST_ORDINARY:
@@ -84,7 +84,7 @@ class SubwordVocabulary:
         return text.decode(errors="replace")
 
     def _tokenize_piece(self, piece: str) -> list[int]:
-        """Return a piece as one token, or as its longest known prefixes, else as bytes."""
+        """Return the tokens of a piece: repeatedly its longest known prefix, or the bytes of one character."""
         if piece not in self._known:
             tokens, rest = [], piece
             while rest:

@@ -24,7 +24,7 @@ class Shape:
     time      width of the embedding of the diffusion step
     hidden    width of the GRU
     head      widths between the GRU's state and the three coordinates
-    channels  of the U-Net at 16, 8 and 4 points
+    channels  channels of the U-Net at 16, 8 and 4 points
     num_steps  default number of diffusion steps T
     """
 

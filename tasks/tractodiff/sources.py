@@ -29,7 +29,7 @@ class Subject:
     field        (X, Y, Z, 46): 45 spherical-harmonic coefficients (order 8) in RAS axes, then the mask, 0 or 1
     affine       (4, 4) from voxels to RAS mm
     streamlines  each (n, 3) in RAS mm
-    split        of each streamline: train, val or test
+    split        split of each streamline: train, val or test
     bundle       name of the bundle of each streamline
     """
 

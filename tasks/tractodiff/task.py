@@ -215,7 +215,7 @@ class TractoDiff(Task):
             note = ""
 
     def combine_predictions(self, parts: Sequence[Mapping[str, Any]]) -> Iterator[Prediction]:
-        """Yield the figures and a plot of each subject."""
+        """Yield the statistics and a plot of each subject."""
         for subject in sorted({part["subject"] for part in parts}):
             own = [part for part in parts if part["subject"] == subject]
             yield Tracking(self.tracts, own[0]["split"]).combined(own)

@@ -1,4 +1,4 @@
-"""Output of inference for the streamlines of a subject: tractograms, figures by bundle, and a plot."""
+"""Output of inference for the streamlines of a subject: tractograms, statistics by bundle, and a plot."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Tracking:
         return Prediction(files, items=draw.count, part=part)
 
     def combined(self, parts: Sequence[Mapping[str, Any]]) -> Prediction:
-        """Return the figures of a subject and a plot, from the parts of all its batches."""
+        """Return the statistics of a subject and a plot, from the parts of all its batches."""
         subject = parts[0]["subject"]
         generated = [np.array(line, np.float32) for part in parts for line in part["streamlines"]]
         with_partners = [part["partners"] for part in parts if part["partners"] is not None]
@@ -118,7 +118,7 @@ class Tracking:
     def _by_bundle(
         self, subject: int, partners: Sequence[int], generated: list[Array], real: list[Array]
     ) -> dict[str, dict[str, float]]:
-        """Return the figures of each bundle in which there are seeds.
+        """Return the statistics of each bundle in which there are seeds.
 
         overlap and overreach are the numbers of voxels of generated lines inside and outside of the held-out lines of
         the bundle, relative to the number of voxels of the held-out lines. valid_connections is the share of the seeds

@@ -93,7 +93,7 @@ class CheckContext:
     device     devices to check: `auto` (all), or a device or a type of device, such as cpu, cuda, cuda:1 or mps
     root       folder of the runs; may not exist yet
     scratch    private temporary folder
-    inventory  devices of torch and NVML; None for checks that do not need torch
+    inventory  devices that torch and NVML report; None for checks that do not need torch
     begin      function to call with each subject before it is checked, so that a crash is attributed to the subject
     clock      monotonic seconds, for the limits and durations of checks
     """
@@ -107,7 +107,7 @@ class CheckContext:
 
     @property
     def required_inventory(self) -> Inventory:
-        """The devices of torch and NVML; only for checks that need torch."""
+        """The devices that torch and NVML report; only for checks that need torch."""
         assert self.inventory is not None, "the check must have needs='gpus' in CHECKS"
         return self.inventory
 

@@ -74,10 +74,10 @@ class Block:
 class Startup:
     """Seconds before updates run at their final speed. Restarts change only the last two fields.
 
-    start_s       until the run is built; first_update_s and warm_up_s follow
+    start_s       seconds until the run is built; first_update_s and warm_up_s follow
     evaluation_s  extra time of the first evaluation compared with later ones; 0 if not measured
-    taken_s       of the first start (in mode `restarted`, of the latest), until it was ready or was ended
-    again_s       of the last restart
+    taken_s       duration of the first start (in mode `restarted`, of the latest), until it was ready or was ended
+    again_s       duration of the last restart
     """
 
     start_s: float = 0.0
@@ -194,12 +194,12 @@ class VariantResult:
 class Numerics:
     """Relative differences between the numbers of a variant and of its baseline.
 
-    loss, grad_norm  of the first update: same weights, same samples
-    later            of the mean loss of the first updates
+    loss, grad_norm  differences in the first update, which has the same weights and samples
+    later            difference of the mean loss of the first updates
     moved            distance between the weights after the first updates, relative to the baseline's distance from its
                      initial weights: 2 is the opposite direction; None: unknown
-    tolerance        for losses
-    moved_tolerance  for `moved`
+    tolerance        tolerance for losses
+    moved_tolerance  tolerance for `moved`
     """
 
     loss: float
@@ -413,7 +413,7 @@ class ComparisonResult:
 
 
 def merge_reports(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the reports of two processes of a variant: the one with more losses, with the higher of both peaks."""
+    """Merge the reports of two processes of a variant: take the one with more losses, and the higher of both peaks."""
     longer = before if len(before.get("losses", ())) > len(now.get("losses", ())) else now
     peaks = {key: max(before[key], now[key]) for key in before.keys() & now.keys() if key.startswith("peak_")}
     return {**longer, **peaks}
@@ -439,7 +439,7 @@ def is_compiled(trial: VariantResult) -> bool:
 
 
 def expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
-    """Return the expected seconds of a start: the median over variants that compile, or do not, as it does.
+    """Return the expected seconds of a start: the median over variants that also compile, or also do not.
 
     Without such a variant, it is the median of all variants that started in time.
     """

@@ -86,7 +86,7 @@ def plan_on_this_machine(configuration: Configuration) -> tuple[Plan, Inventory]
 def reduce_to_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
     """Return the request for one rank's share of an update, its number of cores (0: all), and a note.
 
-    Settings that are `auto` are fixed to the values that the ranks use, because `auto` would choose other values for
+    Settings that are `auto` are fixed to the values that the ranks use, because `auto` would choose others for
     fewer cores.
     """
     if plan.world_size == 1:

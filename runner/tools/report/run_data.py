@@ -75,7 +75,7 @@ class Curves:
 class Checkpoint:
     """A folder in checkpoints/.
 
-    labels  `best` and `last`, as far as they apply, and the tracked metric
+    labels  `best` and `last`, where they apply, and the tracked metric
     """
 
     name: str

@@ -24,7 +24,7 @@ from runner.tools.measure.suite import (
 def run(suite_request: SuiteRequest) -> SuiteReport:
     """Measure samples per second of each size, and recommend a micro-batch size.
 
-    Only sizes with the same number of samples per update are recommended, because another number changes the training.
+    Recommends only sizes with the same number of samples per update, because a different number changes the training.
     Raises ConfigError for sizes that are not integers above 0.
     """
     for key, default in (("micro", "auto"), ("global", "same")):

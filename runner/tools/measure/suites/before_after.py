@@ -89,7 +89,7 @@ def _group(override: str) -> str:
 class Biggest:
     """The largest micro-batch that ran, and why no larger one did.
 
-    is_all  True: larger ones are impossible, or excluded by `biggest=`; False: unknown
+    is_all  True: larger ones are impossible, or excluded by `biggest=`; False: unknown whether they are
     """
 
     size: int | None
