@@ -1,4 +1,4 @@
-"""Batch norms synchronized over the concurrent micro-batches of all ranks, weighted by their sizes.
+"""Batch norms synchronized across the concurrent micro-batches of all ranks, weighted by their sizes.
 
 Without synchronization, each rank normalizes over its own micro-batch, so unequal shares give unequal statistics. With
 it, the micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must
@@ -22,7 +22,7 @@ from runner.distributed.world import World
 
 
 def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:
-    """Synchronize every batch norm of the model over all ranks during training; evaluation is not affected.
+    """Synchronize every batch norm of the model across all ranks during training; evaluation is not affected.
 
     Replaces the class of the norms in place: names, parameters, buffers and hooks remain. On a GPU this uses
     torch's nn.SyncBatchNorm. Call it before the model is wrapped or compiled. Returns the model.

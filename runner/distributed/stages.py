@@ -197,8 +197,8 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: StageWork, number: int) -> Tensor:
-        # The same seed as when the first stage ran the loss to get the model's arguments, so that its random draws are
-        # repeated.
+        # The same seed as when the first stage ran the loss to get the model's arguments, so that the loss draws the
+        # same random numbers.
         seed_everything(micro_batch_seed(work.seed + number))
         noise.switch_pass(work.micros[number].samples)
         once = ReplayedCall(output)
@@ -312,7 +312,7 @@ def run_stage(
 
 
 def micro_batch_seed(number: int, stage: int = 0) -> int:
-    """Return the seed of a micro-batch for random draws in the loss (`stage` 0) or in a stage's layers (from 1)."""
+    """Return the seed of a micro-batch for random numbers in the loss (`stage` 0) or in a stage's layers (from 1)."""
     return (number + stage * 0x9E3779B97F4A7C15) % 2**63
 
 

@@ -141,7 +141,7 @@ def predict_batches(
             assert micro.samples is not None, "the samples of a dataset are known"
             noise.start_pass(micro.samples._replace(epoch=noise.EVALUATION))
             offset = part.first - batches.keys[number].first
-            # The draws of a batch do not depend on the batches that this process has predicted before.
+            # The random numbers of a batch do not depend on the batches that this process has predicted before.
             with seeded_generators(seed, "prediction", number, *([offset] if offset else [])):
                 returned = task.predict_batch(parts.model, micro.batch, **batches.options)
             read = [*map(int, micro.samples.indices)]  # without bad samples

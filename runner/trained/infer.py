@@ -321,7 +321,7 @@ Predicted = tuple[PredictionSummary, set[str]]  # with the names of the files
 
 @contextmanager
 def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]:
-    """Record the calls of `model(...)` in the context. The device is synchronized on exit only.
+    """Record the calls of `model(...)` inside the context. The device is synchronized on exit only.
 
     Nested calls count as part of the outer call. A compiled model is timed around its graph, because torch.compile
     would trace module hooks with the model.
@@ -456,7 +456,7 @@ def iterate_predictions(
         predictions = _get_iterator(result, parts)
         for number in numbers:
             on_next()
-            # Random draws in a dataset read by `predict` must not depend on earlier predictions.
+            # Random numbers in a dataset read by `predict` must not depend on earlier predictions.
             with seeded_generators(seed, "prediction", number), task_errors(parts.source, title):
                 prediction = next(predictions, _END)
             if prediction is _END:

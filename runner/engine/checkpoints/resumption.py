@@ -375,7 +375,7 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
 
 
 def count_repeated(metrics: Path, phase: str, update: int) -> int:
-    """Return the number of updates in metrics.jsonl after `update` of this phase; each phase counts from 1."""
+    """Return how many updates of the phase after `update` are in metrics.jsonl; each phase counts its own from 1."""
     updates = (row.get("update") for row in read_rows(metrics) if row.get("phase") == phase)
     return max((each - update for each in updates if isinstance(each, int)), default=0)
 

@@ -148,7 +148,7 @@ def evaluate(
     sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
     if any(is_stopped for is_stopped, _, _ in gathered):
         return None
-    with evaluation_mode(parts, seed):  # the same draws on all ranks
+    with evaluation_mode(parts, seed):  # the same random numbers on all ranks
         results = states.results()
     # Not evaluation_mode, because `summarize` may compute gradients and set buffers, such as a threshold.
     with _modes_and_generators(parts.model, world.device):

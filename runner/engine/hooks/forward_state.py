@@ -46,7 +46,7 @@ class ForwardState(Hook):
     """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
     A frozen parameter that a forward pass changes in place is treated as a buffer of its module: it is then
-    synchronized over ranks and restored after evaluations. It does not appear in `buffers()` of the module,
+    synchronized across ranks and restored after evaluations. It does not appear in `buffers()` of the module,
     because a task may copy the buffers of one module to those of another, such as a momentum encoder.
 
     Non-persistent buffers are saved if training changes them, even if they have grown. A buffer that has shrunk is not

@@ -101,7 +101,7 @@ class PhaseView:
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Write numbers to metrics.jsonl and the tracker, with the number of the update.
 
-        Reading a tensor waits for the device. Only rank 0 writes.
+        Reading a tensor synchronizes with the device. Only rank 0 writes.
         Raises TypeError for a value that is not a number or a tensor with one element, ValueError for the names
         update and phase.
         """
@@ -116,7 +116,7 @@ class PhaseView:
     def log_images(self, name: str, images: Tensor) -> None:
         """Send images to the tracker: (B, C, H, W), (C, H, W) or (H, W), C of 1 or 3; floats in [0, 1], or uint8.
 
-        Waits for the device. Raises ValueError for other shapes.
+        Synchronizes with the device. Raises ValueError for other shapes.
         """
         self._log_media(name, lambda: encode_images(images))
 
@@ -125,7 +125,7 @@ class PhaseView:
         self._log_media(name, lambda: {"kind": "text", "text": text})
 
     def log_histogram(self, name: str, values: Tensor, *, bins: int = 64) -> None:
-        """Send a histogram of the finite elements to the tracker. Waits for the device."""
+        """Send a histogram of the finite elements to the tracker. Synchronizes with the device."""
         self._log_media(name, lambda: encode_histogram(values, bins))
 
     def _log_media(self, name: str, encode: Callable[[], Mapping[str, Any]]) -> None:
@@ -196,7 +196,7 @@ class PhaseView:
         return self.run.progress.updates_before + self.position.update
 
     def stop(self) -> None:
-        """End the phase after the current update, as if it were the last one. For hooks of a task.
+        """End the phase after the current update, as if it were the last one. Intended for hooks of a task.
 
         Every rank must call it for the same update.
         """
@@ -249,8 +249,7 @@ class Hook:
 
         Gradients are those of the update: summed over micro-batches and ranks, divided by the number of items, and
         clipped. The logged norm is the one before clipping. Gradients must be changed in the same way on every rank.
-        Reading a tensor waits for the device.
-
+        Reading a tensor synchronizes with the device.
         Called once per update, and again if the update is repeated after an out-of-memory error.
 
         Args:
@@ -261,7 +260,7 @@ class Hook:
         """
 
     def after_update(self, step: StepInfo) -> None:
-        """Called after each update. Tensors of `step` are on the device: reading one waits for the device."""
+        """Called after each update. Tensors of `step` are on the device; reading one synchronizes with it."""
 
     def wants(self) -> Wants:
         """Return the requests of this process; called once after each update."""

@@ -33,7 +33,7 @@ class ShowProgress(Hook):
             self.phase.run.observers.screen.end()
 
     def _displayed_values(self, step: StepInfo) -> dict[str, float]:
-        """Return the displayed values; waits for the device."""
+        """Return the displayed values; synchronizes with the device."""
         meter = self.phase.hook(Metrics).meter
         values: dict[str, float] = {}
         if step.loss_sum is not None:

@@ -105,7 +105,7 @@ def assemble(
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += build_notes + parallel.describe_placement()
-    if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
+    if not world.is_first:  # every rank initialized the same weights; later random numbers differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
     splits = Splits(plan, world, task, source, bare)
     return Parts(plan, world, task, source, splits, bare, model, precision, parallel, prefetch, attention, tuple(notes))

@@ -57,7 +57,7 @@ class GradientRecord:
 
 
 def _add_hook(weight: nn.Parameter, hook: _GradHook) -> RemovableHandle:
-    """Add a hook that runs after a gradient is accumulated; torch refuses it while gradients are disabled."""
+    """Add a hook that runs after a gradient is accumulated; torch rejects it while gradients are disabled."""
     requires_grad = weight.requires_grad
     handle: RemovableHandle = weight.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     weight.requires_grad_(requires_grad)

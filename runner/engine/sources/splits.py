@@ -153,7 +153,7 @@ class Splits:
         return make_chosen(DATALOADERS, choice, fetcher, self.world.device)
 
     def evaluation_loader(self, fetcher: Fetcher) -> Loader:
-        """Return the loader for an evaluation without training. It has no cache, because each sample is read once."""
+        """Return the loader for an evaluation outside of training. It has no cache: each sample is read once."""
         choice = self.plan.choices["dataloader"]
         if choice.location:  # custom loaders read training data only
             return Loader(fetcher)

@@ -180,6 +180,6 @@ def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) 
 def _widen(items: Tensor | int | float) -> Tensor | int | float:
     """Return the count in the widest float dtype: a float times an integer tensor would be float32.
 
-    The value of a tensor is not read, because that would wait for the device: a 0 shows up as non-finite gradients.
+    The value of a tensor is not read, which would synchronize with the device; a 0 shows up as non-finite gradients.
     """
     return items.to(widest_dtype(items.device)) if isinstance(items, Tensor) else items
