@@ -42,7 +42,7 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Train as `accel-run train ARGUMENTS` does, and return the run.
 
     The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and its global
-    settings of torch do not affect the calling process. On KeyboardInterrupt the run saves a checkpoint and stops; the
+    torch settings do not affect the calling process. On KeyboardInterrupt the run saves a checkpoint and stops; the
     exception is then raised again.
 
     Args:

@@ -60,7 +60,7 @@ def auto_parallelize(
 
     single: the model fits on one device. replicated: torch.distributed is initialized with several processes; the model
     is wrapped in DistributedDataParallel, and must fit on the device of each process. pipeline: the devices of one
-    process are too small for the model, or unequal; its layers are split over them.
+    process are too small for the model, or unequal; the layers are split over them.
 
     devices              None: all GPUs, or the CPU if there are none. If torch.distributed is initialized, None is the
                          GPU of this process: the device bound to its process group, else torch's current device, else

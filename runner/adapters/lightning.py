@@ -73,7 +73,7 @@ class LightningTask(Task):
         self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
         self._not_logged: set[int] = set()  # indices of metrics that a step of this evaluation has not logged
         self._num_begun = 0  # calls of `begin_update`
-        self._epoch: int | None = None  # of the last `begin_update` of this phase
+        self._epoch: int | None = None  # epoch of the last `begin_update` of this phase
         self._uses_weights = False
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to

@@ -90,7 +90,7 @@ class LoggedMetrics(nn.Module):
     """
 
     metrics: Any
-    num_updates: Tensor  # of each metric; merged over ranks, like a metric state
+    num_updates: Tensor  # number of updates of each metric; merged over ranks, like a metric state
 
     def __init__(self, metrics: Sequence[nn.Module], names: Callable[[], Mapping[str, int]]) -> None:
         super().__init__()

@@ -45,9 +45,9 @@ class Attention:
 class AttentionCall:
     """One call of scaled dot product attention.
 
-    shape     of the queries: (batch, heads, length, head size)
+    shape     shape of the queries: (batch, heads, length, head size)
     num_keys  length of the keys
-    dtype     of the kernel's inputs, after autocast
+    dtype     dtype of the kernel's inputs, after autocast
     masked    whether there was an explicit mask
     causal    whether is_causal=True was set
     kernel    kernel that ran: flash, efficient, cudnn, math, overrideable, or flash_for_cpu; "unseen" if unknown

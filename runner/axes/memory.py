@@ -60,7 +60,7 @@ def checkpoint(
 
     Gradients, including those with dropout, are bitwise equal to those of memory=none; forward passes without gradients
     are not affected. With a 16-bit precision and several blocks, the 16-bit copies of weights are freed after each
-    block, unless modules share weights. If a block is called twice (as by a loss with two forward passes), or another
+    block, unless modules share weights. If a block is called twice (as in a loss with two forward passes), or another
     module is called both before and after a block, the gradients of the two calls are then summed in float32 instead of
     16 bits, so they differ by rounding.
 

@@ -212,8 +212,8 @@ class Cuda(Accelerator):
         runtime = self._torch.cudart()  # type: ignore[no-untyped-call]
         if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
             return True
-        # After a refusal (WSL, a limit on locked memory) the next kernel of this thread raises the pending CUDA error:
-        # run one here, which absorbs the error.
+        # If the system refuses (WSL, a limit on locked memory), the next kernel of this thread raises the pending CUDA
+        # error, so run one here to clear it.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False

@@ -152,4 +152,4 @@ def _decode_scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
 
 
 _INVALID = object()
-_LARGEST = 1.7976931348623157e308  # of float64; JSON allows integers of any size
+_LARGEST = 1.7976931348623157e308  # largest float64; JSON allows integers of any size

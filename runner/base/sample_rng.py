@@ -284,6 +284,6 @@ def _derive_seeds(seed: int, *what: object) -> bytes:
     return hashlib.blake2b(repr((seed, *what)).encode(), digest_size=8 * (len(_HOST_GENERATORS) + 1)).digest()
 
 
-_WORDS = 625  # of a Mersenne Twister: state and position
+_WORDS = 625  # words of a Mersenne Twister: state and position
 _LEARNING_SAMPLES = 64
 _HOST_GENERATORS = (TorchGenerator(torch.default_generator), NumpyGenerator(), PythonGenerator())

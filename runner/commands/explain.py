@@ -137,7 +137,7 @@ def _override_for(key: str, request: Request) -> str:
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
     given = {override_key(arg): arg for arg in request.overrides}
-    entries = [known for known in given if known.startswith((f"{key}.", f"{name}."))]  # of a mapping
+    entries = [known for known in given if known.startswith((f"{key}.", f"{name}."))]  # entries of a mapping
     prefix = key.removesuffix(name)
     lengths = [before + length for before in (prefix, "") for length in LENGTHS] if name in LENGTHS else []
     candidates = (key, name, *lengths, *entries, prefix + group, group)

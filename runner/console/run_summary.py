@@ -62,9 +62,9 @@ class StartOfRun:
 class MemoryLine:
     """GiB of a device or of the host; None is unknown.
 
-    peak       maximum in use
-    allocated  in use at the end
-    reserved   maximum that torch reserved from the driver
+    peak       peak memory in use
+    allocated  memory in use at the end
+    reserved   peak memory that torch reserved from the driver
     total      memory of the device
     """
 

@@ -44,7 +44,7 @@ class RunDirectory:
     Created by `create_or_open` (takes the lock), `join` (a rank whose launcher has the lock) or `find` (read-only).
 
     path   absolute: a task may change the working directory
-    shown  as given by the user; absolute if the working directory of this process is not the user's
+    shown  path as given by the user; absolute if the working directory of this process is not the user's
     is_new the folder did not exist before
     lost_lock_file  the folder existed, but its lock file had been removed
     skipped  names of newer runs that `last` skipped

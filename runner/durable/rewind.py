@@ -15,7 +15,7 @@ from runner.durable.directory import RunDirectory
 
 @contextmanager
 def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) -> Iterator[None]:
-    """Set aside the checkpoints after the one that `choice` names, so that the run resumes from it in the context.
+    """Set aside the checkpoints after the one that `choice` names, so that inside the context the run resumes from it.
 
     Nothing is removed: the checkpoints are renamed to `earlier-...`, and the metrics are copied to
     `metrics-earlier-N.jsonl`. If the settings are rejected, or the run fails before it has trained, checkpoints and

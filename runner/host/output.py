@@ -370,7 +370,7 @@ class _OutputTarget:
         if is_stalled == self._is_guarded or self._nonblocking is None:
             return
         place = _file_identity(self._original)
-        if _file_identity(self._nonblocking) != place:  # it is /dev/tty, which `_send` would take for a redirection
+        if _file_identity(self._nonblocking) != place:  # /dev/tty, which `_send` would mistake for a redirection
             return
         self._is_guarded = is_stalled
         for descriptor in self.descriptors:

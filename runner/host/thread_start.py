@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-WAITS, WAIT_S = 25, 0.2  # waits are counted, because the clock of a stopped process continues
+WAITS, WAIT_S = 25, 0.2  # waits are counted, because the clock continues while a process is stopped
 
 
 class _BoundedEvent(threading.Event):

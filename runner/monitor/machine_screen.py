@@ -29,7 +29,7 @@ class View:
 
     users       `gpu0` -> processes that compute on it; None if the driver does not report them
     missing     what is not monitored and why, and other problems
-    alerts      about the GPUs themselves: lost, or with errors
+    alerts      messages about the GPUs themselves: lost, or with errors
     is_waiting  the first sample is late
     remaining   seconds until the end; None: the display runs until it is stopped
     """

@@ -118,7 +118,7 @@ class Monitor(NoMonitor):
         self._alerts: tuple[Alert, ...] = ()
         self._num_reported = 0
         self._tally, self._lock = SampleTally(), threading.Lock()
-        self._num_earlier_bytes = 0  # of gpu.csv, written before the run was resumed
+        self._num_earlier_bytes = 0  # bytes of gpu.csv written before the run was resumed
         self._taken_s = self._stale_since = 0.0
         self._noted: set[str] = set()
         self._pid = os.getpid()

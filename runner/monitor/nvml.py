@@ -110,8 +110,8 @@ class VendorTool(NamedTuple):
     """Command lines of the vendor's tool that doctor recommends.
 
     name           the tool that lists GPUs and processes
-    lost           for a GPU that does not respond
-    memory_errors  for a GPU with uncorrected memory errors
+    lost           the command for a GPU that does not respond
+    memory_errors  the command for a GPU with uncorrected memory errors
     """
 
     name: str = "nvidia-smi"

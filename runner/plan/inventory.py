@@ -35,7 +35,7 @@ class Device:
     """A compute device.
 
     index         torch's index if the device is usable, else the driver's
-    uuid          in NVML's format; empty if there is none
+    uuid          UUID in NVML's format; empty if there is none
     memory_bytes  total memory
     free_bytes    free memory when the inventory was taken; None if unknown
     capability    NVIDIA compute capability; None for other devices

@@ -245,7 +245,7 @@ class RankPart:
     share       largest share of an update on any rank, which may consist of several micro-batches; 0: one micro-batch
     reshards    fsdp frees blocks after the forward pass
     gathers_model     fsdp gathers the whole model for evaluations
-    shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
+    shards_gradients  fsdp reduces gradients after each micro-batch instead of once per update
     gathered_size     bytes of a parameter that fsdp gathers, relative to its shards on all ranks; 0.5 in 16-bit formats
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
     in_flight   micro-batches whose activations a stage of a pipeline keeps at once, divided by the number of stages

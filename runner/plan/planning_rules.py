@@ -337,8 +337,8 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
 def _evaluation_of_shards(planner: Decisions) -> None:
     """Resolve parallelism.evaluation=auto.
 
-    If evaluations gather the whole model, training may not fit, or only with sharded gradients. The result is `sharded`
-    if that is the case, and sharded evaluations avoid it.
+    If evaluations gather the whole model, training may not fit at all, or only with sharded gradients. The result is
+    `sharded` if that is the case, and sharded evaluations avoid it.
     """
     options = planner.choices["parallelism"].options
     if options["evaluation"] != "auto":

@@ -45,7 +45,7 @@ UPDATE_HOST_S = 2e-3  # host time of an update besides the time of its operators
 LAUNCH_S = 24e-6  # host time per eager operator
 # With memory=selective, launches are slower, because torch runs each operator through a dispatch mode in Python.
 SELECTIVE_LAUNCH_S = 89e-6
-BACKWARD_FRACTION = 2 / 3  # of the time of a forward and backward pass
+BACKWARD_FRACTION = 2 / 3  # share of the backward pass in the time of both passes
 # Latency of NCCL's rings, in s: of a collective, and of each step inside and between machines. Source: NCCL 2.8,
 # src/graph/tuning.cc, baseLat and hwLat of Ring with protocol Simple; PCIe for links inside a machine.
 BASE_LATENCY_S, LINK_LATENCY_S, NETWORK_LATENCY_S = 8.4e-6, 5.7e-6, 9.6e-6
@@ -65,8 +65,8 @@ class DeviceRates:
     flops_per_s         peak of matrix products in the format of the run
     bytes_per_s         peak of device memory
     product_efficiency  fraction of flops_per_s that matrix products reach
-    link_bytes_per_s    to the other devices of its machine, in one direction
-    network_bytes_per_s  from its machine to other machines, in one direction, over all of its network adapters
+    link_bytes_per_s    rate to the other devices of its machine, in one direction
+    network_bytes_per_s  rate from its machine to others, in one direction, over all of its network adapters
     per_machine         devices of a machine; None: all ranks are in one
     """
 
@@ -231,7 +231,7 @@ class Shards:
 
     count     number of blocks
     reshards  blocks are gathered again for the backward pass
-    reduces_each  gradients are reduced after each micro-batch, not after the last one of an update
+    reduces_each  gradients are reduced after each micro-batch instead of once per update
     """
 
     count: int

@@ -31,7 +31,7 @@ class Subject:
     """The training that is profiled.
 
     folder        subfolder of profile/ for the files of this phase, ending with a slash; "" if there is one phase
-    ranks         number of ranks; the profile is of rank 0
+    ranks         number of ranks; rank 0 is profiled
     is_task_file  returns whether a file belongs to the task
     settle        waits until no message to other ranks is pending
     """
@@ -302,5 +302,5 @@ CUDA_NAME = re.compile(
     r"cu(da)?[A-Z]|(Lazy Function Loading|Runtime Triggered Module Loading|Activity Buffer Request|Command Buffer Full"
     r"|Buffer Flush|Driver Compiler|Instrumentation|Resource|UVM Activity Init)$"
 )
-TEXT_FIELDS = ("name", "shapes", "place")  # of Operator
+TEXT_FIELDS = ("name", "shapes", "place")  # fields of Operator
 MAX_STACK_LINES = 32  # Python lines that are kept per operator

@@ -91,7 +91,7 @@ class Tracker:
 class Attempt:
     """One way to open a tracker.
 
-    name             for messages: "wandb online"
+    name             name in messages: "wandb online"
     request          request that opens the sink in the process
     describe         (folder, URL) -> note, once it is open
     describe_unsent  folder -> addition to the note if rows may be missing at the end

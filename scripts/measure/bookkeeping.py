@@ -180,7 +180,7 @@ def run_updates(folder: Path, fault: str, world: SocketWorld, mark: ProgressMark
 def run(num_ranks: int, fault: str = "") -> dict[str, float]:
     """Run this number of ranks once; return the measurements.
 
-    fault  of rank n/2 before the last update: "raises", "hangs" or none
+    fault  what rank n/2 does before the last update: "raises", "hangs" or nothing ("")
     """
     folder = Path(tempfile.mkdtemp())
     size = 8 * (len(Wants._fields) + 1 + num_ranks * (2 + len(PARTS)))

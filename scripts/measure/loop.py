@@ -123,7 +123,7 @@ def tuned(
 
 
 def ours(total: int, device: torch.device, stack: ExitStack) -> Iterator[int]:
-    """accel-run, opened as by the command line."""
+    """Return the updates of accel-run's phase, opened as the command line does."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 

@@ -4,7 +4,7 @@
     python scripts/measure/predictions.py [WORD ...] --predict FILE [--hardware PROFILE]
     python scripts/measure/predictions.py [WORD ...] --predicted FILE
 
-Measures the rows whose name contains one of the words. Each row is predicted as by `accel-run plan`, then trained as by
+Measures the rows whose name contains one of the words. Each row is predicted as in `accel-run plan`, then trained as in
 `accel-run train` in a separate process. On a CPU, only the full sizes are trained, with a small batch, so that 24 GiB
 of memory suffice. Prints predicted / measured and their ratio for each training phase. Exits with 1 if a run fails or a
 loss is not finite. Predicting full sizes can take longer than training them. Therefore, --predict only writes the

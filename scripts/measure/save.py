@@ -57,7 +57,7 @@ class Wide(Task):
 
 
 def opened(folder: Path, stack: ExitStack) -> Any:
-    """Return the phase of this model in accel-run, opened as by the command line."""
+    """Return the phase of this model in accel-run, opened as the command line does."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 

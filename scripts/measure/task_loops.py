@@ -5,7 +5,7 @@
 hand  a loop in plain torch over the same samples in the same micro-batches, with the same model, loss and optimizer
       (torch's fused kernel), foreach clipping, a cosine schedule, and the loss read every 10 updates. Inference: the
       task's predictions, written to files
-ours  the phase of accel-run, including its meter, monitor, screen, metrics and checks. Inference: as by
+ours  the phase of accel-run, including its meter, monitor, screen, metrics and checks. Inference: as in
       `accel-run inference`, including the times of model calls
 
 Both are interleaved in one process. On a CPU, one thread computes, and ratios are those of its CPU time, which other

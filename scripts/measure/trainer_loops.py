@@ -58,7 +58,7 @@ WORKLOADS = {
     "gpt-tiny": Workload(16, 1e-3, 150, 256, None, 64),
     "gpt-124m": Workload(16, 3e-4, 60, 50257, None, 1024),
 }
-_hooks: list[Marks] = []  # of the networks of this process
+_hooks: list[Marks] = []  # hooks of the networks of this process
 
 
 def make_network(workload: str) -> nn.Module:

@@ -118,7 +118,7 @@ def _build(case: Case) -> Any:
 
 
 def ours(case: Case, total: int, stack: ExitStack) -> Iterator[int]:
-    """accel-run, opened as by the command line."""
+    """Return the updates of accel-run's phase, opened as the command line does."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 

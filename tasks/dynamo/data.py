@@ -34,7 +34,7 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
 FORMAT = (
     "a folder with <task>/{train,validation,test}.json for the tasks " + ", ".join(TASKS) + "; see docs/tasks/dynamo.md"
 )
-VERSION = 6  # of the prepared files; increase it when their content changes
+VERSION = 6  # version of the prepared files; increase it when their content changes
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain one, for example if a text was cut inside an emoji
 IGNORED = -100  # target without a loss
 MASKED_SHARE = 0.3

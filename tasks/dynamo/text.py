@@ -22,7 +22,7 @@ HELD_OUT = 0.12  # fraction of the files in each of val and test
 LARGEST_FILE = 60_000  # bytes; the few larger files would take most of the time
 LONGEST_TEXT = 100  # characters of docstring or source in a record
 LONGEST_TARGET = 48  # characters
-MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
+MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # maximum number of records of each task
 
 # A request consists of an opening, the instruction and an ending. Openings and endings are the same for all tasks, so
 # only the instruction distinguishes them. The pairs of opening and ending depend on the split.

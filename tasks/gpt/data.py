@@ -373,7 +373,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 BLOCK_LINES = 5
-FORMAT_VERSION = 2  # of the prepared files; increase it when their content changes
+FORMAT_VERSION = 2  # version of the prepared files; increase it when their content changes
 FORMATS = (
     "data.path must be a UTF-8 text file, a folder of such files, or a folder with train.bin and val.bin, "
     "which contain uint16 tokens in nanoGPT's format"

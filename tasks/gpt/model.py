@@ -33,7 +33,7 @@ class Shape:
 class DropoutRates(NamedTuple):
     """Dropout probabilities.
 
-    residual   for the embedding, and for the output of attention and MLP before it is added to the residual stream
+    residual   for the embedding, and for the outputs of attention and MLP before they are added to the residual stream
     attention  for the attention weights
     """
 

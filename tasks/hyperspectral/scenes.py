@@ -38,7 +38,7 @@ DEPTH = (0.06, 0.25)  # fraction of the light that is absorbed
 NOISE = 0.01
 ENDMEMBERS = 8
 SEED = 20250301  # the data is the same in every run
-VERSION = 1  # of the planes in the cache
+VERSION = 1  # version of the planes in the cache
 
 
 class Scenes:

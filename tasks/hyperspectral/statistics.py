@@ -31,7 +31,7 @@ class PixelStatistics(Fit):
     from its index, with keys derived from index and position (a bijective hash, so that keys are unique); the sample is
     the pixels with the smallest keys. It is therefore the same however the cubes are divided among ranks and merged.
 
-    dtype  of the products within a block of pixels, see `moments`
+    dtype  dtype of the products within a block of pixels, see `moments`
     """
 
     def __init__(self, channels: int, dtype: torch.dtype = torch.float32) -> None:
@@ -94,7 +94,7 @@ class PixelStatistics(Fit):
 def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     """Return count, mean, co-moment, low and high of the pixels of cubes (B, N, C), float64.
 
-    dtype  of the differences from the approximate mean of the cube, and of their products in a block of rows
+    dtype  dtype of the differences from the approximate mean of the cube, and of their products in a block of rows
 
     The blocks and the approximate mean depend only on the cube. So the moments of a cube are the same in any batch,
     even with the rounding of float32. Sums over blocks and cubes are float64.

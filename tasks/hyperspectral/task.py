@@ -212,7 +212,7 @@ class AnomalyTask(Task):
 class Detection(AnomalyTask):
     """Trains on masks of targets; the logit is the log-odds that a pixel is a target.
 
-    weights  of orthogonality, entropy and concentration, see TrainableRX.penalties
+    weights  weights of orthogonality, entropy and concentration, see TrainableRX.penalties
     """
 
     weights: tuple[float, float, float]

@@ -340,10 +340,10 @@ def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
 def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[str, float]:
     """Return the results of frequency baselines: counted on the training split, evaluated on the validation split.
 
-    loss                     in nats per token, of token frequencies (add-one smoothing)
-    token_accuracy           of always predicting the most frequent token
-    exact_match              of always predicting the most frequent target
-    exact_match_copied_name  of the rule `name(self)`, with the name at the start of the source; absent if no source
+    loss                     nats per token, predicting token frequencies (add-one smoothing)
+    token_accuracy           always predicting the most frequent token
+    exact_match              always predicting the most frequent target
+    exact_match_copied_name  predicting `name(self)`, with the name at the start of the source; absent if no source
                              has one
     """
     train, val = (corpus.data(split, source_length, target_length) for split in ("train", "val"))
@@ -460,7 +460,7 @@ def check_no_data_path(data_path: Path | None) -> None:
         raise ConfigError(Problem(what, "data.path", "leave it out, or use task.data=pairs"))
 
 
-FORMAT_VERSION = 3  # of the prepared files; increase it when their content changes
+FORMAT_VERSION = 3  # version of the prepared files; increase it when their content changes
 NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # name of a function, with those of its classes, before its description
 HELD_OUT = 0.1  # fraction of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}

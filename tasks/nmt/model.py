@@ -245,7 +245,7 @@ def target_draws(rates: DropoutRates, noise: PairNoise | None, source: Rows, tar
 
 
 def _draws(rates: DropoutRates, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
-    """Return the noise of one side: for its tokens, and for its attention to each of `keys`."""
+    """Return the dropout noise of one side: for its tokens, and for its attention to each of `keys`."""
     if noise is None:
         return NOTHING
     weights = keys if rates.attention > 0 else ()

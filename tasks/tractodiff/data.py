@@ -242,4 +242,4 @@ def read(folder: Path) -> Tracts:
     return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors, bundles=bundles)
 
 
-VERSION = 5  # of the prepared files; increase it when their content changes
+VERSION = 5  # version of the prepared files; increase it when their content changes

@@ -154,7 +154,7 @@ class Results:
             what = f"is not a table of times in milliseconds: {error}"
             raise DataError(what, where=str(self.csv), fix=_TABLE_FIX) from None
         sessions = {name: int(found[1]) for name in columns if (found := _SESSION.search(name))}
-        if unknown := [name for name in columns if sessions and name not in sessions]:  # of an earlier version
+        if unknown := [name for name in columns if sessions and name not in sessions]:  # written by an earlier version
             what = f"has columns of several sessions, but does not state the session of {abbreviate(unknown)}"
             fix = "use the results.json of the same measurements, or append (session N) to the name of each column"
             raise DataError(what, where=str(self.csv), fix=fix)

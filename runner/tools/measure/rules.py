@@ -206,7 +206,7 @@ def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     micro, steps = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
     total = facts.evidence.global_batch_size
     if not micro or not steps or steps < 2 or not total or facts.probe.get("has_batch_norm"):
-        return None  # the statistics of batch norms depend on the micro-batch, so another size changes the results
+        return None  # the statistics of batch norms depend on the micro-batch, so a different size changes the results
     share_of_rank = min(total, micro * steps)
     sizes = [size for size in (2 * micro, 4 * micro, 8 * micro, share_of_rank) if size <= share_of_rank]
     peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
