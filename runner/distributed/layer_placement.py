@@ -1,4 +1,4 @@
-"""Place layers on ranks: measure them, split them into stages, free those of other ranks, and find shared ones."""
+"""Place layers on ranks: measure them, split them into stages, free those of other ranks, and find shared parts."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass
 class Observers:
-    """Receivers of run events: metrics.jsonl is complete, all others may drop rows."""
+    """Receivers of run events: metrics.jsonl contains every row, all others may drop rows."""
 
     metrics: AppendLog | NoLog
     tracker: Tracker

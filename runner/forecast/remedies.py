@@ -32,7 +32,7 @@ def find_changes(
     needs: MemoryNeeds,
     profiles: Sequence[Mapping[str, Any]],
 ) -> tuple[list[FittingChange], list[Overrides]]:
-    """Return the settings that make the run fit, fastest first, and those not tried for lack of time.
+    """Return the settings that make the run fit, fastest first, and the settings not tried for lack of time.
 
     Tries each setting alone, then all together if none is enough. Call it in a subprocess, like `predict_needs`.
 

@@ -81,7 +81,7 @@ def train_here(
 
 
 def _is_finished(job: Job) -> bool:
-    """Return whether the run has no work left, and print how to train longer."""
+    """Return whether the run has no work left; if so, print how to train longer."""
     directory = RunDirectory.join(job.folder)
     finished = find_finished(job.plan, directory)
     if finished is not None:

@@ -74,7 +74,7 @@ def _identify(source: ModelSource, trained: TrainedModel, plan: Plan, split: Spl
     first = None if varying else next(iter(data["split"]["hashes"].values()), None)
     identity |= {"samples": [len(split.fetcher), first], "version of accel-run": __version__}
     identity |= fingerprint_code(parts.source)  # path -> hash
-    content: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it is read from a file
+    content: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it would be read from a file
     return content
 
 

@@ -68,7 +68,7 @@ class TrainedModel:
 
     @property
     def phase_plan(self) -> PhasePlan:
-        """The plan of the phase. Raises IncompatibleResume if the task has no such phase now."""
+        """The plan of the phase. Raises IncompatibleResume if the task no longer has this phase."""
         found = self.plan.phase(self.phase)
         if found is None:
             raise IncompatibleResume(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # the rest of an update is waiting
+PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # the rest of an update is spent waiting
 WAIT = "wait"
 
 Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; missing parts took 0

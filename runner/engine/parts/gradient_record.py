@@ -13,7 +13,7 @@ _GradHook = Callable[[nn.Parameter], None]
 
 
 class GradientRecord:
-    """Names of the parameters that have received a gradient, among those that the phase trains and among the others.
+    """Names of the parameters that have received a gradient, separately for those that the phase trains and the others.
 
     The hooks of trained parameters are removed after the first update, because they run in each backward pass. Those
     of the other parameters run only if a task enables their gradients during the phase.

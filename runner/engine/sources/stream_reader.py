@@ -1,4 +1,4 @@
-"""Read the samples of a stream by their index: forward in each shard, skipping those that other processes use.
+"""Read the samples of a stream by index: forward in each shard, skipping the samples that other processes use.
 
 Every process reads the shards that contain its samples. It also reads and drops the samples of other processes in these
 shards, because a stream has no other way to skip a sample. `MicroBatchKey.indices` of a stream encode shard and
