@@ -151,8 +151,8 @@ def test_regional_compiles_each_block_once_and_not_the_model(calls: list[Any]) -
     assert calls == [(model[0], options), (model[1], options)]
 
 
-def test_regional_without_blocks_compiles_the_model(calls: list[Any]) -> None:
-    """A message reports it."""
+def test_regional_compilation_without_blocks_compiles_the_model(calls: list[Any]) -> None:
+    """A message reports this."""
     model = stack()
     with pytest.warns(UserWarning, match="defines no blocks"):
         regional(model, [], CPU, backend="eager")

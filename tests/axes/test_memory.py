@@ -337,7 +337,7 @@ def test_channels_last_changes_only_the_layout_of_convolutions() -> None:
 
 
 def test_channels_last_can_be_disabled() -> None:
-    """`auto` does not apply it to models without 2-D convolutions."""
+    """`auto` does not convert models without 2-D convolutions."""
     assert none(image_model(), [], CPU, channels_last=False) == ()
     assert none(image_model(), [], torch.device("mps")) == ()
     assert none(nn.Linear(2, 2), [], CPU) == ()

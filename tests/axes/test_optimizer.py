@@ -329,7 +329,7 @@ def test_a_fused_step_takes_two_operations_per_group(name: str) -> None:
 def test_an_option_equals_the_torch_optimizer(
     option: str, options: dict[str, Any], reference: Callable[[nn.Module], Optimizer]
 ) -> None:
-    """Both get the same arguments."""
+    """Both optimizers get the same arguments."""
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, factory(OPTIMIZERS[option], decay_1d=True, **options)(ours), range(5))
     train(theirs, reference(theirs), range(5))

@@ -69,7 +69,7 @@ def test_both_trains_a_run_and_predicts_with_it(tmp_path: Path) -> None:
     assert summary(run)["checkpoint_update"] == 30
 
 
-def test_both_prints_the_remaining_commands_when_stopped(server: ForkServer, tmp_path: Path) -> None:
+def test_the_both_command_prints_remaining_commands_when_stopped(server: ForkServer, tmp_path: Path) -> None:
     args = [*ON_CPU[:4], "updates=1000", "log_every=1", "task.sleep_s=0.02"]
     pid = server.start(["both", "run=mine", *args], tmp_path)
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -83,7 +83,7 @@ def test_both_prints_the_remaining_commands_when_stopped(server: ForkServer, tmp
     assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
-def test_both_predicts_nothing_if_training_fails(tmp_path: Path) -> None:
+def test_the_both_command_predicts_nothing_if_training_fails(tmp_path: Path) -> None:
     """The exit code is that of training."""
     result = run_here(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert result.code == 70

@@ -177,7 +177,7 @@ def test_training_and_inference_start_from_imported_weights(tmp_path: Path) -> N
     assert (tmp_path / "outputs" / "guess" / "predictions" / "answer-0.npy").is_file()
 
 
-def test_both_predicts_with_trained_not_imported_weights(tmp_path: Path) -> None:
+def test_the_both_command_predicts_with_trained_weights(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
     assert run_here("import foreign.pt", tmp_path).code == 0
     result = run_here(

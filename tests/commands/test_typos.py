@@ -452,7 +452,7 @@ def answers(
     }
 
 
-def with_all_options(answer: str) -> str:
+def extend_option_lists(answer: str) -> str:
     """Return the answer, with each list of a group's options extended to all installed options."""
     for group, listed in re.findall(r"unknown (\w+); must be one of (.*)", answer):
         assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that no longer exists"
@@ -468,7 +468,7 @@ def test_invalid_arguments_print_the_expected_message(
     args: str, answers: dict[str, tuple[int, str, str, bool]]
 ) -> None:
     code, out, err, torch_is_loaded = answers[args]
-    assert err == with_all_options(SLIPS[args])
+    assert err == extend_option_lists(SLIPS[args])
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 

@@ -154,7 +154,7 @@ def resume_each(layout: Layout, folders: list[str], world: World) -> list[dict[s
     return results
 
 
-def on_ranks(layout: Layout, function: Callable[[World], Any]) -> list[Any]:
+def run_on_ranks(layout: Layout, function: Callable[[World], Any]) -> list[Any]:
     return run_ranks(function, layout.num_ranks, limit_s=600.0) if layout.num_ranks > 1 else [function(ALONE)]
 
 
@@ -166,7 +166,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
     def run(name: str) -> tuple[str, list[dict[str, Any]]]:
         if name not in known:
             folder = tmp_path_factory.mktemp("layout")
-            known[name] = str(folder), on_ranks(LAYOUTS[name], partial(train, LAYOUTS[name], folder))
+            known[name] = str(folder), run_on_ranks(LAYOUTS[name], partial(train, LAYOUTS[name], folder))
         return known[name]
 
     return run
@@ -209,7 +209,7 @@ def test_strategies_resume_from_checkpoints_of_all_others(name: str, trained: An
     alone = trained("one process")[1][0]
     others = list(LAYOUTS) if IS_LONG else random.Random(f"{SEED} {name}").sample(list(LAYOUTS), 3)
     folders = [trained(other)[0] for other in others]
-    per_rank = on_ranks(LAYOUTS[name], partial(resume_each, LAYOUTS[name], folders))
+    per_rank = run_on_ranks(LAYOUTS[name], partial(resume_each, LAYOUTS[name], folders))
     for results in per_rank:
         for result in results:
             assert distance(alone["losses"][HALF:], result["losses"]) <= PROMISED[torch.float64]

@@ -377,7 +377,7 @@ def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path)
 
 
 def test_the_mirror_keeps_what_retention_keeps(mirror: Mirror, tmp_path: Path) -> None:
-    """If there are no local checkpoints, it keeps two."""
+    """If there are no local checkpoints, the mirror keeps two."""
     with machine(tmp_path / "a", *range(1, 8)) as run:
         copy_checkpoints(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")

@@ -43,7 +43,7 @@ def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
 
 
 def test_a_run_without_a_process_was_killed() -> None:
-    """While its process lives, it is running."""
+    """A run whose process is alive is running."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         record = running(process.pid)
         by_clock = {**record, "birth": None, "started": datetime.now(UTC).isoformat()}

@@ -190,7 +190,7 @@ def test_unsynced_parents_are_an_error_unless_permission_is_missing(
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
 def test_unreadable_parent_folders_do_not_prevent_a_run(kind: str, is_refused: bool, tmp_path: Path) -> None:
-    """Other errors of the sync do."""
+    """Other errors while syncing these folders do prevent it."""
     (tmp_path / "home").mkdir()
     with Faults({0: kind}).active() as faults, pytest.raises(StorageError) if is_refused else nullcontext():
         files.make_directory(tmp_path / "home" / "outputs")

@@ -23,7 +23,7 @@ SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=co
 
 
 @cache
-def by_hand() -> dict[str, Tensor]:
+def train_by_hand() -> dict[str, Tensor]:
     """Train with a plain PyTorch loop; return the weights."""
     seed_everything(SEED)
     task = build("own_clip", SEED)
@@ -59,7 +59,7 @@ WAYS = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_matches_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
-    plain = by_hand()
+    plain = train_by_hand()
     weights, metrics = trained(server, tmp_path, WAYS[way])
     for name, tensor in plain.items():
         assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name

@@ -23,7 +23,7 @@ WORDS = f"seed={SEED} max_grad_norm=null {ON_CPU}"
 
 
 @cache
-def by_hand() -> dict[str, Tensor]:
+def train_by_hand() -> dict[str, Tensor]:
     """Train as Lightning does: one optimizer step per batch, one scheduler step per epoch."""
     seed_everything(SEED)
     model = module_of("own_lightning").LitModel()
@@ -65,7 +65,7 @@ TWO = "parallelism=ddp parallelism.world_size=2"
 @pytest.mark.slow
 @pytest.mark.parametrize("args", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
 def test_training_matches_a_plain_loop(args: str, server: ForkServer, tmp_path: Path) -> None:
-    assert_equal(trained(server, tmp_path, args), by_hand())
+    assert_equal(trained(server, tmp_path, args), train_by_hand())
 
 
 def test_a_resumed_run_is_bitwise_equal(server: ForkServer, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_real_lightning_module_trains_identically(server: ForkServer, tmp_path
     pytest.importorskip("lightning", reason="the package lightning is not installed")
     text = EXAMPLE.read_text(encoding="utf-8").replace("(nn.Module)", "(L.LightningModule)")
     text = text.replace("import torch\n", "import lightning as L\nimport torch\n", 1)
-    assert_equal(trained(server, tmp_path, text=text), by_hand())
+    assert_equal(trained(server, tmp_path, text=text), train_by_hand())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ RATES = {"discriminator": 1e-3, "generator": 5e-4}
 
 
 @cache
-def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+def train_by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Train with a plain PyTorch loop; return the weights and the losses by objective."""
     seed_everything(SEED)
     task = build("own_gan", SEED)
@@ -65,7 +65,7 @@ WAYS = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_matches_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
-    plain, losses = by_hand()
+    plain, losses = train_by_hand()
     weights, rows = trained(server, tmp_path, f"scheduler=constant {WAYS[way]}")
     for name, tensor in plain.items():
         assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name

@@ -182,7 +182,7 @@ def test_settings_without_effect_on_results_can_change(server: ForkServer, strai
     assert_equal_runs(straight(), changed, 100)
 
 
-def test_fresh_starts_from_scratch_and_keeps_the_old_files(server: ForkServer, tmp_path: Path) -> None:
+def test_resume_fresh_starts_from_scratch_and_keeps_old_files(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "updates=4"], tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
     with RunDirectory.create_or_open(run.parent, "mine") as directory:

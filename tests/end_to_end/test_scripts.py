@@ -331,7 +331,7 @@ def test_signals_reach_accel_run(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("answer", [str(MODES.index("inference") + 1), "inference"])
 def test_on_a_terminal_a_menu_is_shown(checkout: Checkout, answer: str) -> None:
-    shown, code = at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
+    shown, code = run_at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
     assert code == 0
     assert " 1  train " in shown
     assert shown.count("scripts/run.sh") == 1, "the equivalent command"
@@ -339,7 +339,7 @@ def test_on_a_terminal_a_menu_is_shown(checkout: Checkout, answer: str) -> None:
 
 
 def test_leaving_the_menu_selects_no_mode(checkout: Checkout) -> None:
-    shown, code = at_a_terminal(checkout, "\x04")
+    shown, code = run_at_a_terminal(checkout, "\x04")
     assert code == 64
     assert "usage: " in shown
     assert checkout.calls() == []
@@ -408,7 +408,7 @@ def test_the_scripts_are_executable(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
-def at_a_terminal(checkout: Checkout, typed: str) -> tuple[str, int]:
+def run_at_a_terminal(checkout: Checkout, typed: str) -> tuple[str, int]:
     """Run run.sh without arguments on a terminal with this input; return its output and exit code."""
     ours, theirs = pty.openpty()
     process = checkout.start("run.sh", stdin=theirs, stdout=theirs, stderr=theirs)

@@ -40,10 +40,10 @@ class Moved(Regression):
 
 
 @pytest.mark.parametrize("change", ["one.lerp_(other, 0.1)", "one.data = one.data * 0.9 + other.data * 0.1"])
-def test_a_begin_update_that_moves_weights_incrementally_is_rejected(
+def test_incremental_changes_of_weights_in_begin_update_are_rejected(
     change: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    """`begin_update` is called again after a resume, which would move the weights twice."""
+    """`begin_update` is called again after a resume, which would change the weights twice."""
     (tmp_path / "moved.py").write_text(TASK.replace("HERE", change))
     result = server.run("train --task moved.py run=mine device=cpu monitor=off", tmp_path)
     assert result.code == 70

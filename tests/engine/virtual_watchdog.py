@@ -50,7 +50,10 @@ class TickEvent(threading.Event):
 
 
 def pass_time(seconds: float) -> None:
-    """Let the watchdog count these seconds, and return once it has; does nothing if the watchdog is not running."""
+    """Advance the watchdog's clock by these seconds, and wait until it has counted them.
+
+    Do nothing if the watchdog is not running.
+    """
     with TICKS.lock:
         TICKS.owed_s += seconds
         while TICKS.owed_s >= watchdog.TICK_S:

@@ -164,7 +164,10 @@ def pairs(levels: Levels) -> Iterator[tuple[int, str, int, str]]:
 
 
 def draw_levels(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels:
-    """Return a random cell, of the given course if any; rare: probability of spawned workers, which cost seconds."""
+    """Return a random cell, of the given course if any.
+
+    `rare` is the probability of spawned workers, which take seconds to start.
+    """
     while True:
         levels = list(course)
         for axis in list(AXES)[len(course) :]:

@@ -373,7 +373,7 @@ class _Disk:
 
 
 def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool) -> bytes:
-    """Return the content of the file; is_ordered: nothing survives after missing data."""
+    """Return the content of the file. If `is_ordered`, nothing survives after missing data."""
     content, longest, is_short = bytearray(file.base), 1 << 40, False
     for change in file.changes:
         match change.what:

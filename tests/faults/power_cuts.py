@@ -114,7 +114,7 @@ def _cut_one_disk(disk: Disk, numbers: range, seed: int, system: str, campaign: 
 
 
 def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -> tuple[saver.Acknowledged, str]:
-    """Let a process save until the power cut; half of the cuts are at an operation, half at any time."""
+    """Cut the power of a saving process. Half of the cuts are at an operation, the others at any time."""
     in_operation = generator.random() < 0.5
     at, moment = generator.randint(1, 160), generator.choice(saver.MOMENTS)
     written_back = frozenset(generator.sample(range(1, 161), generator.choice((0, 0, 2, 12))))

@@ -53,7 +53,7 @@ class Shortage:
 
 @dataclass
 class Limited(Shortage):
-    """Let the system refuse memory: the address space of the process is limited during a large allocation.
+    """Make a large allocation fail by limiting the address space of the process during it.
 
     library  the library that allocates: torch, numpy or Python
     """

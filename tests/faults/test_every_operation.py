@@ -327,7 +327,7 @@ def test_no_row_is_promised_after_a_failed_log_sync(
 
 @contextmanager
 def failing_read(at: int, code: int) -> Iterator[list[str]]:
-    """Let the read operation numbered `at` fail; yield the list of operations."""
+    """Make the read operation numbered `at` fail. Yield the list of operations."""
     calls: list[str] = []
 
     def intercept(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

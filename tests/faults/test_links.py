@@ -71,7 +71,7 @@ def fill_with_bait(outside: Path) -> list[tuple[str, bytes]]:
 
 @contextmanager
 def flip_link(path: Path, outside: Path, seed: int) -> Iterator[None]:
-    """Let another process replace `path` by a link to `outside` and restore it, as fast as possible."""
+    """Run a process that replaces `path` by a link to `outside` and restores it, as fast as possible."""
     pid = os.fork()
     if pid == 0:
         rng, going = random.Random(seed), [True]

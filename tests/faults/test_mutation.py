@@ -56,7 +56,7 @@ class Judge:
         self._verdicts: dict[tuple[object, ...], str] = {}
 
     def failure_of(self, state: State) -> str:
-        """Return the failure of the history's check, "" if none."""
+        """Return the failure of the history's check, or "" if there is none."""
         if state.identity not in self._verdicts:
             self.num_checked += 1
             try:
@@ -149,7 +149,7 @@ class Names:
                 return f"{type(operation).__name__} of {self.name[operation.node]}"
 
     def why_not_needed(self, place: int) -> str:
-        """Return why the sync can be omitted, "" if it must not be omitted."""
+        """Return why the sync can be omitted, or "" if it must not be omitted."""
         node = self.done[place].node  # type: ignore[union-attr]
         if self._is_transient(self.done[place]):
             return OF_REPORTS
@@ -160,7 +160,7 @@ class Names:
         return ""
 
     def why_either_order(self, place: int) -> str:
-        """Return why an operation and the next one can be swapped, "" if they must not be swapped."""
+        """Return why an operation and the next one can be swapped, or "" if they must not be swapped."""
         first, second = self.done[place], self.done[place + 1]
         if self._is_transient(first) or self._is_transient(second):
             return OF_REPORTS
@@ -184,7 +184,7 @@ class Names:
         return ""
 
     def _why_sync_in_either_order(self, node: int, other: Operation, place: int) -> str:
-        """Return why the sync of `node` can come before or after `other`, "" if the order matters."""
+        """Return why the sync of `node` can come before or after `other`, or "" if the order matters."""
         at = place if self.done[place] is not other else place + 1
         if self._touches(other, node):
             return self.why_not_needed(at) if at == place + 1 else "the change is synced later, before any promise"

@@ -37,12 +37,12 @@ LOW_GRACE = "checkpoint.grace_s=0.0001"
 Send = Callable[[int, signal.Signals], None]
 
 
-def to_the_group(pid: int, number: signal.Signals) -> None:
+def signal_group(pid: int, number: signal.Signals) -> None:
     """Send the signal like a terminal and `timeout`."""
     os.killpg(pid, number)
 
 
-def to_every_process(pid: int, number: signal.Signals) -> None:
+def signal_every_process(pid: int, number: signal.Signals) -> None:
     """Send the signal like `scancel --full` and service managers."""
     for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
         try:
@@ -81,7 +81,7 @@ def final_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def last_update(run: Path) -> int:
-    """Return the update of the last row of metrics.jsonl, 0 if there is none."""
+    """Return the update of the last row of metrics.jsonl, or 0 if there is none."""
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -141,25 +141,25 @@ def assert_no_error(result: CompletedCommand) -> None:
 
 # target, signals, ranks, start method of data workers
 PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
-    ("group", to_the_group, (signal.SIGINT,), 1, "fork"),
-    ("group", to_the_group, (signal.SIGUSR1,), 1, "fork"),
-    ("all", to_every_process, (signal.SIGTERM,), 1, "fork"),
-    ("all", to_every_process, (signal.SIGTERM,), 2, "fork"),
-    ("group", to_the_group, (signal.SIGUSR1, signal.SIGTERM), 1, "spawn"),
-    ("group", to_the_group, (signal.SIGTERM,), 1, "fork"),
-    ("all", to_every_process, (signal.SIGINT,), 1, "fork"),
-    ("all", to_every_process, (signal.SIGUSR1,), 1, "fork"),
-    ("all", to_every_process, (signal.SIGINT,), 1, "spawn"),
-    ("all", to_every_process, (signal.SIGUSR1,), 1, "spawn"),
-    ("all", to_every_process, (signal.SIGTERM,), 1, "spawn"),
-    ("group", to_the_group, (signal.SIGINT,), 1, "spawn"),
-    ("group", to_the_group, (signal.SIGINT,), 2, "fork"),
-    ("group", to_the_group, (signal.SIGTERM,), 2, "fork"),
-    ("group", to_the_group, (signal.SIGUSR1,), 2, "fork"),
-    ("all", to_every_process, (signal.SIGINT,), 2, "fork"),
-    ("all", to_every_process, (signal.SIGUSR1,), 2, "fork"),
-    ("all", to_every_process, (signal.SIGUSR1, signal.SIGTERM), 2, "fork"),
-    ("all", to_every_process, (signal.SIGTERM,), 2, "spawn"),
+    ("group", signal_group, (signal.SIGINT,), 1, "fork"),
+    ("group", signal_group, (signal.SIGUSR1,), 1, "fork"),
+    ("all", signal_every_process, (signal.SIGTERM,), 1, "fork"),
+    ("all", signal_every_process, (signal.SIGTERM,), 2, "fork"),
+    ("group", signal_group, (signal.SIGUSR1, signal.SIGTERM), 1, "spawn"),
+    ("group", signal_group, (signal.SIGTERM,), 1, "fork"),
+    ("all", signal_every_process, (signal.SIGINT,), 1, "fork"),
+    ("all", signal_every_process, (signal.SIGUSR1,), 1, "fork"),
+    ("all", signal_every_process, (signal.SIGINT,), 1, "spawn"),
+    ("all", signal_every_process, (signal.SIGUSR1,), 1, "spawn"),
+    ("all", signal_every_process, (signal.SIGTERM,), 1, "spawn"),
+    ("group", signal_group, (signal.SIGINT,), 1, "spawn"),
+    ("group", signal_group, (signal.SIGINT,), 2, "fork"),
+    ("group", signal_group, (signal.SIGTERM,), 2, "fork"),
+    ("group", signal_group, (signal.SIGUSR1,), 2, "fork"),
+    ("all", signal_every_process, (signal.SIGINT,), 2, "fork"),
+    ("all", signal_every_process, (signal.SIGUSR1,), 2, "fork"),
+    ("all", signal_every_process, (signal.SIGUSR1, signal.SIGTERM), 2, "fork"),
+    ("all", signal_every_process, (signal.SIGTERM,), 2, "spawn"),
 )
 
 

@@ -290,7 +290,7 @@ def test_checkpointed_blocks_free_converted_weights(script, tmp_path):
     ],
     ids=" ".join,
 )
-def test_predicted_memory_equals_a_real_run(script, args):
+def test_predicted_memory_equals_that_of_a_real_run(script, args):
     configuration = composed(*args)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact

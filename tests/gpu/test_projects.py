@@ -30,7 +30,7 @@ INSTALLED = [
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_a_project_on_a_gpu_equals_its_plain_loop(
+def test_a_project_on_a_gpu_matches_its_plain_loop(
     name: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop runs on the CPU."""

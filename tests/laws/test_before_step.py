@@ -58,7 +58,7 @@ def trained(folder: Path, *args: str, world: World | None = None, task: Path = T
         return recorded(phase)
 
 
-def by_hand(folder: Path, sizes: Sequence[int], *, limit: float = LIMIT) -> dict[str, Tensor]:
+def train_by_hand(folder: Path, sizes: Sequence[int], *, limit: float = LIMIT) -> dict[str, Tensor]:
     """Train with a plain loop: sum gradients over micro-batches of these sizes, divide once, clip each gradient."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run.parts.task, phase.run.parts.bare
@@ -85,16 +85,16 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("sizes", [[8], [2, 2, 2, 2]], ids=str)
-def test_clipping_each_parameter_equals_a_plain_loop(sizes: list[int], tmp_path: Path) -> None:
+def test_clipping_each_parameter_matches_a_plain_loop(sizes: list[int], tmp_path: Path) -> None:
     calls = trained(tmp_path / "run", f"micro_batch_size={sizes[0]}")
-    expected = by_hand(tmp_path / "hand", sizes)
+    expected = train_by_hand(tmp_path / "hand", sizes)
     assert_equal(saved(tmp_path / "run"), expected)
-    unclipped = by_hand(tmp_path / "unclipped", sizes, limit=1e9)
+    unclipped = train_by_hand(tmp_path / "unclipped", sizes, limit=1e9)
     assert not any(torch.equal(expected[name], unclipped[name]) for name in NAMES)
     assert [call[:3] for call in calls] == [(update, "", NAMES) for update in range(UPDATES)]
 
 
-def test_unequal_shares_equal_a_plain_loop(tmp_path: Path) -> None:
+def test_ranks_with_unequal_shares_match_a_plain_loop(tmp_path: Path) -> None:
     def rank(world: World) -> list[Any]:
         ranks = ("parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[7,1]")
         return trained(tmp_path / "ranks", *ranks, world=world)
@@ -102,7 +102,7 @@ def test_unequal_shares_equal_a_plain_loop(tmp_path: Path) -> None:
     first, second = run_ranks(rank, 2)
     assert first == second
     assert len(first) == UPDATES
-    assert_equal(saved(tmp_path / "ranks"), by_hand(tmp_path / "hand", [7, 1]))
+    assert_equal(saved(tmp_path / "ranks"), train_by_hand(tmp_path / "hand", [7, 1]))
 
 
 @pytest.mark.slow_beyond(1)
@@ -125,7 +125,7 @@ def test_sharded_and_pipelined_updates_are_equal(strategy: str, tmp_path: Path) 
 
     names = run_ranks(rank, 2)
     assert {name for of_rank in names for name in of_rank} == set(NAMES)
-    assert_equal(saved(tmp_path / "ranks"), by_hand(tmp_path / "hand", [8]), PROMISED[torch.float64])
+    assert_equal(saved(tmp_path / "ranks"), train_by_hand(tmp_path / "hand", [8]), PROMISED[torch.float64])
 
 
 def test_a_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_second_forward_passes_see_the_state_before_couple() -> None:
     task.model.register_buffer("center", torch.zeros(WIDTH, dtype=torch.float64))
     couple, seen = task.couple, []
 
-    def move(embeddings: Any) -> Any:
+    def update_center(embeddings: Any) -> Any:
         task.model.center += 1
         return couple(embeddings)
 
@@ -355,7 +355,7 @@ def test_second_forward_passes_see_the_state_before_couple() -> None:
         seen.append(float(model.center[0]))
         return task.embed(model, (batch[0], batch[1] - model.center, batch[2]))
 
-    task.couple = move
+    task.couple = update_center
     run = training(task, ddp(ALONE), embed=embed)
     list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True), torch.float64), 2))
     assert seen == [0.0] * 7 + [1.0] * 7

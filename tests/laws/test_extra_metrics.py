@@ -1,4 +1,4 @@
-"""Additional training metrics do not depend on the division of an update, and are null without items."""
+"""Additional training metrics do not depend on how an update is divided, and are null without items."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_all_passes_of_the_check_see_the_same_buffers() -> None:
 
 
 def test_a_loss_with_an_auxiliary_term_is_not_reported() -> None:
-    """If the loss updates a teacher, the teacher must not move during the check."""
+    """If the loss updates a teacher, the teacher must not change during the check."""
     model = model_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     draws = torch.get_rng_state()

@@ -448,7 +448,7 @@ class Counted(torchmetrics.Metric):
 
 
 class Buffered(Counted):
-    """Keeps such a number in a buffer."""
+    """Keeps the number of samples in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An update with several objectives equals a plain loop, however the update is divided."""
+"""An update with several objectives matches a plain loop, however ranks and micro-batches divide its samples."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def weights_of(model: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.double().flatten().tolist() for name, tensor in model.state_dict().items()}
 
 
-def by_hand(
+def train_by_hand(
     kind: type[Any], dtype: torch.dtype, *, shares: tuple[int, ...] = (GLOBAL,), micro: int = GLOBAL,
     is_half: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
@@ -234,11 +234,11 @@ def next_update(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
 @pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 5), ((19, 13), 4), ((11, 8, 13), 5)], ids=str)
-def test_ranks_shares_and_accumulation_equal_a_plain_loop(
+def test_losses_norms_and_weights_match_a_plain_loop(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
     result = run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
-    plain = by_hand(kind, dtype)
+    plain = train_by_hand(kind, dtype)
     for one in result:
         assert distance(plain["losses"], one["losses"]) <= PROMISED[dtype]
         assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
@@ -274,7 +274,7 @@ def _times(answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
-def test_half_precision_equals_a_loop_with_grad_scalers(kind: type[Any], shares: tuple[int, ...], micro: int) -> None:
+def test_half_precision_matches_a_loop_with_grad_scalers(kind: type[Any], shares: tuple[int, ...], micro: int) -> None:
     """The plain loop uses the same micro-batches, because gradients of each micro-batch are rounded to float16."""
     result = run_ranks(
         lambda world: trained(
@@ -282,7 +282,7 @@ def test_half_precision_equals_a_loop_with_grad_scalers(kind: type[Any], shares:
         ),
         len(shares),
     )
-    plain = by_hand(kind, torch.float32, shares=shares, micro=micro, is_half=True)
+    plain = train_by_hand(kind, torch.float32, shares=shares, micro=micro, is_half=True)
     for one in result:
         assert distance(plain["losses"], one["losses"]) <= PROMISED[torch.float32]
         assert distance(plain["weights"], one["weights"]) <= PROMISED[torch.float32]

@@ -134,7 +134,7 @@ def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], mic
     updates=st.integers(1, 4),
 )
 @settings(max_examples=25 if IS_LONG else 5)
-def test_any_split_over_ranks_equals_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
+def test_any_split_over_ranks_matches_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
     """Shares, micro-batches and epoch lengths are random, and include uneven updates and ranks without samples."""
     shares = tuple(parts)
     given = {"shares": shares, "updates": updates, "num_samples": num_samples}

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization equals a plain loop, with any micro-batches, ranks, retries and resumes."""
+"""Sharpness-aware minimization matches a plain loop, with any micro-batches, ranks, retries and resumes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
+def train_by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
     """Train with a plain loop: algorithm 1 of SAM (Foret et al., ICLR 2021) or of ASAM (Kwon et al., ICML 2021)."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run.parts.task, phase.run.parts.bare
@@ -96,8 +96,8 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_updates_equal_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
-    expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
+def test_updates_match_those_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
+    expected, measured = train_by_hand(tmp_path / "hand", adaptive=adaptive)
     result = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
     assert_close(result, expected, TOLERANCE)
     assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), (

@@ -135,7 +135,7 @@ def test_auto_uses_one_pipeline_with_a_memory_budget(args: tuple[str, ...], expe
 
 
 def test_traces_for_other_world_sizes_are_ignored() -> None:
-    """A run has them after the loss of a rank."""
+    """After the loss of a rank, a run still has the traces for its former world size."""
     traced = equal_stages(3, 8.0)
     lost = plan_for("auto", memory=dataclasses.replace(traced, by_stages={3: traced, 9: equal_stages(9, 8.0)}))
     assert lost.choices["parallelism"].options["stages"] == "all"

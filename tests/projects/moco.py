@@ -20,7 +20,7 @@ SETTINGS = {
 
 
 class MoveKeys(Hook):
-    """Move the momentum encoder towards the encoder."""
+    """Update the momentum encoder from the encoder."""
 
     def after_update(self, step):
         self.phase.model.move_keys()

@@ -169,7 +169,7 @@ def seed_samples(task: Any, order: Order) -> None:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("folder", "name"), CASES)
-def test_a_project_for_another_trainer_equals_the_plain_loop(
+def test_a_project_for_another_trainer_matches_the_plain_loop(
     folder: str, name: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning and the Trainer use one process and one batch per update, so the plain loop does, too."""

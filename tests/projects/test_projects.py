@@ -276,7 +276,7 @@ def compare(name: str, server: ForkServer, parent: Path) -> Comparison:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_project_equals_its_plain_loop(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_project_matches_its_plain_loop(name: str, server: ForkServer, tmp_path: Path) -> None:
     """This holds in one process, after a kill (bitwise), and on two ranks with unequal shares."""
     if missing := missing_packages(name):
         pytest.skip(f"{', '.join(missing)} is not installed")

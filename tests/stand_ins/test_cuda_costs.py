@@ -40,16 +40,16 @@ def run(stand_in: StandIn, args: str, folder: Path) -> list[Counted]:
     return counts_of_ranks(folder / "counted", result.out)
 
 
-def minus(counts: Mapping[str, int], others: Mapping[str, int]) -> Counter[str]:
+def subtract(counts: Mapping[str, int], others: Mapping[str, int]) -> Counter[str]:
     """Return the differences, including negative ones, which the operator of `Counter` drops."""
     differences = Counter(counts)
     differences.subtract(others)
     return Counter({name: number for name, number in differences.items() if number})
 
 
-def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
+def count_additional_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
     """Return the counts of the additional updates of the longer run."""
-    return minus(long[key], short[key])
+    return subtract(long[key], short[key])
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +108,24 @@ def test_an_update_has_the_documented_costs(
     short, long = (run(stand_in, f"{given} updates={num}", tmp_path / str(num)) for num in (UPDATES, 2 * UPDATES))
     assert len(short) == len(long) == num_ranks
     for before, after in zip(short, long, strict=True):
-        waits = of_updates(before, after, "host_waits")
+        waits = count_additional_updates(before, after, "host_waits")
         assert abs(waits.pop("cudaEventSynchronize") - UPDATES * cost.events) <= 1, "one may be of another update"
         of_lines = (after["drawn"] - before["drawn"]) * cost.line
         assert waits.total() == UPDATES * cost.waits + of_lines, waits
         assert after["bytes_to_device"] - before["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH // num_ranks
         assert after["bytes_to_host"] - before["bytes_to_host"] == UPDATES * cost.to_host
-        more = minus(of_updates(before, after, "launches"), of_updates(*plain, "launches"))
+        more = subtract(
+            count_additional_updates(before, after, "launches"), count_additional_updates(*plain, "launches")
+        )
         print(
             f"\n{args}: {(more.total() - of_lines) / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}"
         )
         assert more.total() == UPDATES * cost.kernels + of_lines, more
         _check_side_streams(
-            args, of_updates(before, after, "side_launches"), of_updates(before, after, "overlapped"), plain
+            args,
+            count_additional_updates(before, after, "side_launches"),
+            count_additional_updates(before, after, "overlapped"),
+            plain,
         )
 
 
@@ -129,7 +134,7 @@ def _check_side_streams(
 ) -> None:
     """Check that nothing else runs beside the default stream, and that each copy overlaps with an entire update."""
     if args == STREAM:
-        kernels_of_update = of_updates(*plain, "launches").total() / UPDATES
+        kernels_of_update = count_additional_updates(*plain, "launches").total() / UPDATES
         assert launched == {COPY: 2 * UPDATES}, "only inputs and targets of each batch are copied"
         assert overlapped[COPY] >= launched[COPY] * kernels_of_update
     else:
@@ -171,7 +176,7 @@ def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, 
 
     key = "updates" if phase == "train" else f"phase.{phase}.updates"
     (short,), (long,) = (run(stand_in, f"{given} {key}={num}", tmp_path / str(num)) for num in (2, 4))
-    waits = of_updates(short, long, "host_waits")
+    waits = count_additional_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= 2, "the only wait must be for the update before the last"
     assert (+waits).total() <= 2 * (long["drawn"] - short["drawn"]), f"the host waited for the device: {waits}"
 

@@ -169,7 +169,7 @@ def test_a_sweep_is_live_while_it_may_submit_jobs(cluster: Path) -> None:
 
 
 def test_jobs_of_another_user_count_as_live(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """squeue does not list them."""
+    """squeue does not list the jobs of other users."""
     for name in ("held", "interrupt"):
         (cluster / name).touch()
     assert main(SEEDS) == 75

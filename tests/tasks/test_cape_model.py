@@ -392,7 +392,7 @@ def test_the_pretrained_backbone_is_a_torchvision_resnet_50() -> None:
 
 
 @pytest.mark.slow
-def test_pretrained_feature_maps_equal_torchvision() -> None:
+def test_pretrained_feature_maps_match_those_of_torchvision() -> None:
     models = pytest.importorskip("torchvision").models
     torch.manual_seed(0)
     other = models.resnet50(weights=None).eval().double()

@@ -383,7 +383,7 @@ def test_files_of_the_spectral_package_are_read(tmp_path: Path, interleave: str,
     assert np.array_equal(ours, package.open(str(header)).load(dtype=kind))
 
 
-def test_envi_scores_equal_the_spectral_package(tmp_path: Path) -> None:
+def test_envi_scores_match_those_of_the_spectral_package(tmp_path: Path) -> None:
     """The package divides the co-moment by n - 1, the task divides it by n, for n pixels."""
     spectral = pytest.importorskip("spectral", reason="spectral is not installed")
     for split in ("train", "val", "test"):

@@ -19,7 +19,7 @@ SHORT = ARGUMENTS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["up
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", SHORT)
 def test_training_does_not_read_the_test_split(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither baselines nor hooks that evaluate the model read it."""
+    """Neither baselines nor hooks that evaluate the model read this split."""
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")

@@ -135,7 +135,7 @@ def sample_with_torch(image: Tensor, points: Tensor) -> Tensor:
     return F.grid_sample(image.permute(3, 0, 1, 2)[None], grid, align_corners=True)[0, :, 0, 0].T
 
 
-def test_interpolated_values_equal_grid_sample() -> None:
+def test_interpolated_values_match_grid_sample() -> None:
     fields = make_fields((4, 5, 6), (7, 3, 2))
     points = 8 * torch.rand(500, 3, generator=torch.Generator().manual_seed(1)) - 1.5
     for subject in (0, 1):

@@ -1,4 +1,4 @@
-"""Training with LoRA equals a plain loop with peft; checkpoints omit frozen weights, and exports merge the adapter."""
+"""Training with LoRA matches a plain loop with peft; checkpoints omit frozen weights, and exports merge the adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training, evaluation, checkpoints and inference with schedule-free AdamW equal a plain loop with its package."""
+"""Training, evaluation, checkpoints and inference with schedule-free AdamW match a plain loop with its package."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
 
 
-def test_training_and_evaluation_equal_a_plain_loop(tmp_path: Path) -> None:
+def test_training_and_evaluation_match_a_plain_loop(tmp_path: Path) -> None:
     weights, averaged, measured = train_plain_loop(tmp_path / "hand")
     run_training(tmp_path)
     assert_close(load_saved(tmp_path, "model"), weights, TOLERANCE)
