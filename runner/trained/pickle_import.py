@@ -138,7 +138,7 @@ def _unpickle(source: Path) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
     except MemoryError as error:
         fix = "download it again from a trusted source, because it is damaged or malicious"
-        raise HostMemoryError("requests more memory than its size explains", where=str(source), fix=fix) from error
+        raise HostMemoryError("requests more memory than its size can justify", where=str(source), fix=fix) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(source), fix="check its permissions") from error
     except Exception as error:  # any exception type: the content of the file decides where the reader fails

@@ -271,7 +271,7 @@ class Saver:
         if pending_s + save_s <= left_s:
             return None
         return (
-            f"not saved: a save takes {pending_s + save_s:.1f} s, but only {max(0.0, left_s):.1f} s of"
+            f"not saved: the remaining saves take {pending_s + save_s:.1f} s, but only {max(0.0, left_s):.1f} s of"
             f" checkpoint.grace_s={grace_s:g} remain"
         )
 
