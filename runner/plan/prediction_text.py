@@ -185,14 +185,14 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
 def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
     assumptions = []
     is_traced = all(demand.is_exact for demand in needs.demands.values())
-    how = "Traced on fake tensors" if is_traced else "Not everything could be traced, see below"
+    how = "Traced on fake tensors;" if is_traced else "Not everything could be traced (see below);"
     if any(rank.is_gpu for rank in plan.ranks):
         kernel = plan.choices["attention"].name
         scores = "stores its scores, as attention=math does" if kernel == "math" else "stores no scores"
-        assumptions.append(f"{how}; the CUDA caching allocator is modeled, library memory is estimated;")
+        assumptions.append(f"{how} the CUDA caching allocator is modeled, library memory is estimated;")
         assumptions[-1] += f" attention {scores}."
     else:
-        assumptions.append(f"{how}, with CPU allocation sizes; library memory is estimated.")
+        assumptions.append(f"{how} allocation sizes are those of a CPU, library memory is estimated.")
     if any(memory.prediction.bounds for memory in plan.memory):
         assumptions[-1] += (
             " Parameters and gradients of fsdp are upper bounds: gathered parameters and reduced gradients do not peak"

@@ -243,7 +243,8 @@ def trace(
     """Profile operators, modules and waits in a few updates of each phase; write results to profile/ in the run folder.
 
     skip           warm-up updates that are not recorded
-    updates        number of updates in each stage: timed without a profiler, recorded by operator, recorded by module
+    updates        number of updates in each stage: timed without a profiler, recorded by operator, recorded by module;
+                   on a GPU, the search for lines that wait for the device takes 2 more
     depth          modules nested deeper than this count toward their parent
     sort_by        sort operators by self time, total time (including children) or calls
     with_stack     record the line of task code that called each operator (slower, larger files)

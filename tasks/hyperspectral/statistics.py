@@ -27,9 +27,10 @@ class PixelStatistics(Fit):
     Sums are float64, so that the order of reading and merging affects only the last digits.
 
     The sample serves to estimate the standard deviation of the RX score, which depends on fourth moments of all
-    channels and cannot be accumulated exactly in bounded memory. Each cube has candidate pixels at positions derived
-    from its index, with keys derived from index and position (a bijective hash, so that keys are unique); the sample is
-    the pixels with the smallest keys. It is therefore the same however the cubes are divided among ranks and merged.
+    channels and cannot be accumulated exactly in bounded memory. Each cube has CANDIDATES candidate pixels. The key of
+    a candidate is a bijective hash of the index of the cube and the number of the candidate, so that keys are unique.
+    The position of a candidate in the cube is derived from its key. The sample consists of the pixels with the smallest
+    keys. It is therefore the same however the cubes are divided among ranks and merged.
 
     dtype  dtype of the products within a block of pixels, see `moments`
     """
@@ -74,7 +75,7 @@ class PixelStatistics(Fit):
         }
 
     def finish(self, model: Any, state: State) -> Mapping[str, float]:
-        """Set normalization, components, whitening, selector and threshold of the model; return the figures.
+        """Set normalization, components, whitening, selector and threshold of the model; return statistics to display.
 
         Raises DataError if there are not more pixels than channels, or if values or their squares are not finite.
         """
@@ -92,7 +93,7 @@ class PixelStatistics(Fit):
 
 
 def moments(cubes: Tensor, dtype: torch.dtype) -> State:
-    """Return count, mean, co-moment, low and high of the pixels of cubes (B, N, C), float64.
+    """Return the number of pixels of cubes (B, N, C), and their mean, co-moment, minimum and maximum, in float64.
 
     dtype  dtype of the differences from the approximate mean of the cube, and of their products in a block of rows
 
@@ -172,7 +173,7 @@ def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_int64(number: Tensor) -> Tensor:
-    """Return a bijective hash of int64 with pseudorandom order.
+    """Return a bijective hash of int64 numbers; the order of the hashes is pseudorandom.
 
     Source: splitmix64; Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 17.
     """

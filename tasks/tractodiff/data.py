@@ -75,8 +75,8 @@ class Tracts:
 class SegmentDataset:
     """Sample i is 16 consecutive points of a streamline, relative to the point before them, and the condition there.
 
-    Each point of a streamline gives two samples, one per direction. In training, one sample in five lacks a random part
-    of its history, and half of these lack all of it, so that the model can start from a seed. Such a segment may also
+    Each point of a streamline gives two samples, one per direction. In training, one sample in ten has no history, so
+    that the model learns to start at a seed, and one in ten has a random part of it. A training segment may also
     continue straight beyond the end of its streamline, so that generated streamlines leave the mask. Held-out segments
     have only real points, and always have a known direction.
     """

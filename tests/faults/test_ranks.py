@@ -1,6 +1,7 @@
 """A failing rank is reported in one message, no process remains, and the same command resumes.
 
-By default, two of the faults are injected into two or three ranks of a random strategy; a seed selects all of these.
+By default, two of the faults are each injected into one rank of a run with two or three ranks and a random strategy.
+The seed selects the faults, the strategy, the number of ranks, the rank and the update.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _inject_fault(
 ) -> int:
     """Inject one fault, check the outcome, and return the exit code.
 
-    tests/engine/process/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
+    tests/engine/process/test_watchdog.py tests how soon a hang is reported.
     """
     run = next(word for word in args.split() if word.startswith("run=")).removeprefix("run=")
     pid = server.start(args.split(), folder, {"TMPDIR": str(folder), **(VIRTUAL if fault in HANGING else {})})

@@ -220,7 +220,7 @@ def test_a_terminal_of_another_user_does_not_block_the_end() -> None:
         return result == pid
 
     try:
-        wait_until(has_ended, "the process waits for a terminal that nobody reads")
+        wait_until(has_ended, "the process has ended, although nobody reads its terminal")
     finally:
         if not status:
             os.kill(pid, signal.SIGKILL)
