@@ -157,7 +157,8 @@ class Run:
         """
         file = self._directory.config
         if not file.is_file():
-            raise InputMissing(f"run {self.name} has no config.yaml: it has not started", where=str(self.path))
+            what = f"run {self.name} has no config.yaml, because it has not started"
+            raise InputMissing(what, where=str(self.path), fix="repeat the command that was to start it")
         return read_config_mapping(file, self.path)
 
     def history(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from runner.forecast import remedies
 from runner.plan.memory_fit import GIB, MemoryNeeds
 from runner.plan.planner import make_plan
 from runner.plan.prediction_text import format_prediction
+from runner.plan.update_time import DEFAULT_PRODUCT_EFFICIENCY, LIMITED_PRODUCT_EFFICIENCY
 from tests.plan.test_memory_fit import HERE, composed, demand, plan
 
 WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
@@ -129,14 +130,16 @@ def test_unavailable_remedies_do_not_block_combinations(
 
 
 def test_remedies_are_timed_in_their_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16-bit matrix products are faster by the ratio in the profile."""
+    """16-bit matrix products are faster by the ratio in the profile and the fractions that a T4 reaches."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
     needs, half = (MemoryNeeds({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: half)
     made = plan(*WORDS, needs=needs)
     result, _ = remedies.find_changes(composed(*WORDS), HERE, made, needs, profiles)
-    assert {change.overrides: change.factor for change in result}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
+    expected = 10.0 * DEFAULT_PRODUCT_EFFICIENCY / (40.0 * LIMITED_PRODUCT_EFFICIENCY["tesla t4"])
+    factors = {change.overrides: change.factor for change in result}
+    assert factors[("precision=fp16",)] == pytest.approx(expected, rel=0.05)
     assert [change.factor for change in result] == sorted(change.factor or 0.0 for change in result)
 
 
