@@ -9,12 +9,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, pairwise, starmap
 from pathlib import Path
 
-from runner.base.errors import AccelRunError, ConfigError, TaskFault
+from runner.base.errors import AccelRunError, ConfigError, SystemLimit, TaskFault
 from runner.base.text import first_line
 from runner.config.configuration import Configuration
 from runner.config.options import task_source
@@ -273,11 +273,21 @@ class _Tracer:
         limits = [len(parts) * number // num_shares for number in range(num_shares + 1)]
         first, *others = (parts[start:end] for start, end in pairwise(limits))
         with ExitStack() as stack:
-            forks = [stack.enter_context(Subprocess(self.forecast.trace_in_fork, share)) for share in others]
+            forks = [self._fork(share, stack) for share in others]
             yield from chain.from_iterable(starmap(self.forecast.trace, first))
             for fork, share in zip(forks, others, strict=True):
-                traced = fork.result()
+                traced = None
+                if fork is not None:
+                    with suppress(BrokenProcessPool):  # for example killed because memory ran out
+                        traced = fork.result()
                 yield from chain.from_iterable(starmap(self.forecast.trace, share) if traced is None else traced)
+
+    def _fork(self, share: Sequence[Part], stack: ExitStack) -> Subprocess[list[list[Traced]] | None] | None:
+        """Start tracing in a fork until the stack is closed; return None if a limit forbids another process."""
+        try:
+            return stack.enter_context(Subprocess(self.forecast.trace_in_fork, share))
+        except SystemLimit:
+            return None
 
     def demands(self) -> dict[str, Demand]:
         return {phase: Demand.from_traces(traces, self.allocator) for phase, traces in self.traces.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import SystemLimit
 from runner.base.json_converter import encode
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -34,9 +35,9 @@ class Phased(Task):
     def loss(self, model, batch):
         (self.where / str(os.getpid())).touch()
         out = model(batch[0])
-        if self.traced:
-            return out.square().sum(), len(out)
-        (self.where / f"real {os.getpid()}").touch(exist_ok=True) if type(out.sum().item()) is float else None
+        if not self.traced:
+            out.sum().item()  # needs real weights
+            (self.where / f"real {os.getpid()}").touch()
         return out.square().sum(), len(out)
 
 def build(*, where: str = "", traced: bool = True):
@@ -60,6 +61,15 @@ def test_traces_in_several_processes_give_the_same_demand(tmp_path: Path) -> Non
     assert len(list((tmp_path / "one").iterdir())) == 1
     assert demands(tmp_path / "three", 3) == expected
     assert len(list((tmp_path / "three").iterdir())) == 3, "for two phases, each with two sizes"
+
+
+def test_a_limit_on_processes_does_not_prevent_the_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise SystemLimit("cannot start a subprocess")
+
+    monkeypatch.setattr("runner.forecast.demand.Subprocess", refuse)
+    assert demands(tmp_path / "limited", 3)
+    assert len(list((tmp_path / "limited").iterdir())) == 1
 
 
 @pytest.mark.slow
