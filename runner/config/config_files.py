@@ -65,7 +65,7 @@ def selected_options(group: str, option: str, config_dir: Path | None = None) ->
                 base, _, name = entry.partition("@")[0].rpartition("/")
                 pending.append((base.lstrip("/") or current[0], name))
             elif isinstance(entry, dict):
-                selected = {str(key).split()[-1].lstrip("/"): str(value) for key, value in entry.items()}
+                selected = {_entry_group(key): str(value) for key, value in entry.items()}
                 chosen = {**{key: value for key, value in selected.items() if key in GROUPS}, **chosen}
     return chosen
 
@@ -80,6 +80,11 @@ def _defaults_list(group: str, option: str, config_dir: Path | None) -> list[Any
     return entries if isinstance(entries, list) else []
 
 
+def _entry_group(key: object) -> str:
+    """Return the group in an entry of a defaults list, such as `override /precision`."""
+    return str(key).split()[-1].lstrip("/")
+
+
 def overridden_keys(config_dir: Path | None, known_keys: Container[str]) -> dict[str, str]:
     """Return key of a group in the user's config.yaml -> its group, if the group's option overrides the file.
 
@@ -87,7 +92,7 @@ def overridden_keys(config_dir: Path | None, known_keys: Container[str]) -> dict
     """
     entries = _defaults_list("", "config", config_dir)
     later = entries[entries.index("_self_") + 1 :] if "_self_" in entries else []
-    groups = {str(name).split()[-1].lstrip("/") for entry in later if isinstance(entry, dict) for name in entry}
+    groups = {_entry_group(key) for entry in later if isinstance(entry, dict) for key in entry}
     keys = {key: key.partition(".")[0] for key in file_keys("", "config", config_dir, known_keys)}
     return {key: group for key, group in keys.items() if group in groups and group in AXES and key != group}
 

@@ -190,7 +190,7 @@ def file_settings(
     unused    result of `find_unused_keys`; these keys get the values of the option's file instead
     """
     origins = _origins(choices, schema, request, unused)
-    for key, group in overridden_keys(request.config_dir, schema.keys).items():
+    for key, group in overridden_keys(request.config_dir, schema.keys).items() if request.config_dir else ():
         file = find_config_file("", "config", request.config_dir)
         what = f"{key} has no effect here, because {group} follows _self_ in the defaults list"
         problems.append(Problem(what, str(file), f"set it in an option file, {request.config_dir}/{group}/NAME.yaml"))
